@@ -1,0 +1,275 @@
+"""The client for programs without an event loop."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TypeVar
+
+from skippy_zmq.client.connection import Connection
+from skippy_zmq.client.conversation import Finished, Opened, Outcome
+from skippy_zmq.client.requests import DEFAULT_MAX_TOKENS, GREEDY, Messages, check_timeout, generate_request
+from skippy_zmq.client.results import Chunk, Generation, StageStats
+from skippy_zmq.errors import OptionError, SkippyError
+from skippy_zmq.transport import Security
+from skippy_zmq.wire.messages import (
+    Detokenize,
+    Detokenized,
+    SamplingParams,
+    StageFacts,
+    Stats,
+    StatsReply,
+    Tokenize,
+    Tokenized,
+)
+
+DEFAULT_CONTACT_SECONDS = 30.0
+_T = TypeVar("_T")
+
+
+class Client:
+    """Asks a pipeline, at the address of its stage 0. One thread uses it; many requests may run at once.
+
+    ``security`` and ``server_key``: keys of this process and the public key of the stages, where they use CURVE.
+    ``timeout``: seconds that a request waits for the pipeline to be there and ready, and for answers other than
+    generated text.
+
+    Every method raises a SkippyError of the class and code that the stage sent, EndpointError where nothing answers,
+    DeadlineError where an answer comes too late, StageLostError where a connection breaks.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        security: Security | None = None,
+        server_key: bytes | None = None,
+        timeout: float = DEFAULT_CONTACT_SECONDS,
+    ) -> None:
+        """Start to connect; does not wait. Raises EndpointError for an address that cannot be right."""
+        self._connection = Connection(
+            endpoint, security=security, server_key=server_key, contact_seconds=check_timeout(timeout)
+        )
+        self._conversation = self._connection.conversation
+        self._mailboxes: dict[str, deque[Outcome]] = {}
+        self._ids = itertools.count(1)
+
+    @property
+    def endpoint(self) -> str:
+        return self._conversation.endpoint
+
+    @property
+    def stages(self) -> tuple[StageFacts, ...]:
+        """Facts of all stages, in layer order; waits for a ready pipeline."""
+        request = self._new_request()
+        try:
+            self._conversation.submit(request, None, time.monotonic())
+            return self._answer(request, Opened).stages
+        finally:
+            self._forget(request)
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        token_ids: Sequence[int] | None = None,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        sampling: SamplingParams = GREEDY,
+        stop: str | Sequence[str] = (),
+        timeout: float | None = None,
+    ) -> Generation:
+        """The whole answer to exactly one of ``prompt`` (text as it is), ``messages`` (a chat) and ``token_ids``.
+
+        ``stop``: texts that end the answer. ``timeout``: seconds for everything, None for any time.
+        """
+        with self.stream(
+            prompt,
+            messages=messages,
+            token_ids=token_ids,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop=stop,
+            timeout=timeout,
+        ) as stream:
+            for _ in stream:
+                pass
+            return stream.result
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        token_ids: Sequence[int] | None = None,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        sampling: SamplingParams = GREEDY,
+        stop: str | Sequence[str] = (),
+        timeout: float | None = None,
+    ) -> Stream:
+        """The answer as it comes; parameters as for ``generate``."""
+        self._connection.check_usable()
+        request = self._new_request()
+        message = generate_request(
+            request,
+            prompt,
+            messages,
+            token_ids,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop=stop,
+            timeout=timeout,
+        )
+        self._conversation.submit(request, message, time.monotonic(), timeout=timeout)
+        self._mailboxes[request] = deque()
+        self._connection.flush()
+        return Stream(self, request)
+
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> tuple[int, ...]:
+        """Token ids of ``text``. ``add_special``: BOS and its like where the model wants them."""
+        request = self._new_request()
+        message = Tokenize(request, text, add_special, parse_special)
+        return self._ask(message, request, Tokenized).token_ids
+
+    def detokenize(self, token_ids: Sequence[int]) -> bytes:
+        """The bytes of ``token_ids``; they need not be whole characters."""
+        request = self._new_request()
+        return self._ask(Detokenize(request, tuple(token_ids)), request, Detokenized).data
+
+    def stats(self) -> tuple[StageStats, ...]:
+        """What every stage is and has done, in layer order."""
+        replies = []
+        for stage in self.stages:
+            request = self._new_request()
+            reply = self._ask(Stats(request), request, StatsReply, to=stage)
+            replies.append(StageStats(reply.facts, reply.counters))
+        return tuple(replies)
+
+    def close(self) -> None:
+        """Cancel what still runs and close the connections; may be called twice. Takes half a second at most."""
+        for request in list(self._mailboxes):
+            self._forget(request)
+        self._connection.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # For Stream.
+
+    def _next(self, request: str) -> Outcome:
+        """What comes next for ``request``; raises it where it is an error, which ends the request."""
+        while True:
+            mailbox = self._mailboxes.get(request)
+            if mailbox is None:
+                raise OptionError(f"request {request}: closed")
+            if mailbox:
+                outcome = mailbox.popleft()
+                if isinstance(outcome, SkippyError):
+                    del self._mailboxes[request]
+                    raise outcome
+                return outcome
+            for owner, event in self._connection.step():
+                if owner in self._mailboxes:
+                    self._mailboxes[owner].append(event)
+
+    def _forget(self, request: str) -> None:
+        if self._mailboxes.pop(request, None) is not None:
+            self._conversation.abandon(request)
+            self._connection.flush()
+
+    def _cancel_soon(self, request: str) -> None:
+        self._connection.post(lambda: self._conversation.cancel(request, time.monotonic()))
+
+    # Inside.
+
+    def _new_request(self) -> str:
+        return f"r{next(self._ids)}"
+
+    def _ask(
+        self, message: Tokenize | Detokenize | Stats, request: str, kind: type[_T], to: StageFacts | None = None
+    ) -> _T:
+        try:
+            self._conversation.submit(request, message, time.monotonic(), to=to)
+            return self._answer(request, kind)
+        finally:
+            self._forget(request)
+
+    def _answer(self, request: str, kind: type[_T]) -> _T:
+        self._mailboxes[request] = deque()
+        outcome = self._next(request)
+        if not isinstance(outcome, kind):
+            raise SkippyError(f"request {request}: wanted {kind.__name__}, got {type(outcome).__name__}")
+        return outcome
+
+
+class Stream(Iterator[Chunk]):
+    """The chunks of one answer. Leaving a ``for`` or ``with`` early, or ``close``, cancels the request."""
+
+    def __init__(self, client: Client, request: str) -> None:
+        self.request = request
+        self._client = client
+        self._result: Generation | None = None
+        self._over = False
+
+    @property
+    def result(self) -> Generation:
+        """The whole answer, once the last chunk has come; raises OptionError before."""
+        if self._result is None:
+            raise OptionError(f"request {self.request}: the answer is not complete")
+        return self._result
+
+    def cancel(self) -> None:
+        """End the answer early: a last chunk with finish reason "cancelled" follows. Fit for a signal handler."""
+        self._client._cancel_soon(self.request)
+
+    def close(self) -> None:
+        """Forget the request, and cancel it where it still runs; may be called twice."""
+        if not self._over:
+            self._over = True
+            self._client._forget(self.request)
+
+    def __next__(self) -> Chunk:
+        if self._over:
+            raise StopIteration
+        try:
+            outcome = self._client._next(self.request)
+        except SkippyError:
+            self._over = True
+            raise
+        if isinstance(outcome, Finished):
+            self._result = outcome.generation
+            self.close()
+            if outcome.chunk is None:
+                raise StopIteration
+            return outcome.chunk
+        if not isinstance(outcome, Chunk):
+            raise SkippyError(f"request {self.request}: wanted a chunk, got {type(outcome).__name__}")
+        return outcome
+
+    def __iter__(self) -> Iterator[Chunk]:
+        # A generator, so that leaving the loop early is noticed.
+        try:
+            while not self._over:
+                try:
+                    chunk = next(self)
+                except StopIteration:
+                    return
+                yield chunk
+        finally:
+            self.close()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,53 @@
+"""What a request gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from skippy_zmq.wire.messages import StageFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of an answer: whole characters of ``text`` (maybe none yet) and the tokens behind it.
+
+    ``finish_reason`` is "" until the last chunk, which says "stop", "length" or "cancelled".
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """``ttft_ms``: from sending the request to the first token, at the client. Rates are None where too little ran."""
+
+    ttft_ms: float
+    prefill_tokens_per_s: float | None
+    decode_tokens_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A whole answer. ``token_ids`` are without the token that ends a generation; ``text`` without any stop string.
+
+    ``stages``: the pipeline that gave it, in layer order. ``prompt_token_ids`` is empty where the request was cancelled
+    before it had a lane.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...]
+    finish_reason: str
+    timings: Timings
+    stages: tuple[StageFacts, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageStats:
+    """What a stage is, and its counters by dotted name (docs/protocol.md)."""
+
+    facts: StageFacts
+    counters: Mapping[str, int]

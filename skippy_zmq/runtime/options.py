@@ -1,0 +1,199 @@
+"""Load and context options of a stage, under llama.cpp's command-line names.
+
+One class is the single list: the stage's command line, its config file and the client's local stages all read it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from skippy_zmq.errors import OptionError
+from skippy_zmq.wire.limits import MAX_BATCH_ROWS, MAX_LANES
+
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
+
+
+def available_cores() -> int:
+    """Cores this process may use (its affinity, not the machine's count)."""
+    return len(os.sched_getaffinity(0))
+
+
+class StageOptions(BaseModel):
+    """Everything that can be set about how a stage loads and runs its layers. Field names are the config file's keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    ctx_size: int = Field(4096, ge=0, le=2**30, description="tokens a lane can hold; 0: what the model was trained with")
+    lanes: int = Field(4, ge=1, le=MAX_LANES, description="sessions that can run at once (llama.cpp: --parallel)")
+    batch_size: int = Field(2048, ge=1, le=1 << 20, description="most rows of one batch")
+    ubatch_size: int = Field(512, ge=1, le=MAX_BATCH_ROWS, description="most rows computed at once; also the largest prefill chunk")
+    threads: int = Field(
+        default_factory=available_cores, ge=1, le=1024, description="threads for decode steps (default: all cores)"
+    )
+    threads_batch: int | None = Field(None, ge=1, le=1024, description="threads for prefill (default: as --threads)")
+    cache_type_k: CacheType = Field("f16", description="type of the K cache")
+    cache_type_v: CacheType = Field("f16", description="type of the V cache")
+    flash_attn: Literal["on", "off", "auto"] = Field(
+        "on", description="flash attention; off or auto may make a session's bits depend on batch sizes"
+    )
+    swa_full: bool = Field(True, description="full-size cache for sliding-window layers; without it lanes cannot be trimmed")
+    kv_offload: bool = Field(True, description="keep KV caches where their layers are")
+    op_offload: bool = Field(True, description="let a GPU run large operations on weights in host memory")
+    n_gpu_layers: int = Field(-1, ge=-1, description="this stage's layers on GPUs, from its last one; -1: all, if any GPU")
+    device: tuple[str, ...] = Field((), description="GPUs to use, comma-separated; none: CPU only (default: all GPUs)")
+    main_gpu: int = Field(0, ge=0, description="the GPU that --split-mode none uses")
+    split_mode: Literal["none", "layer", "row", "tensor"] = Field("layer", description="how layers spread over GPUs")
+    tensor_split: tuple[float, ...] = Field((), description="share of each GPU, comma-separated (default: by free memory)")
+    mmap: bool = Field(True, description="use weights where the file is mapped instead of copying them")
+    mlock: bool = Field(False, description="copy this stage's weights and keep the copy from being swapped out")
+    direct_io: bool = Field(False, description="read weights past the page cache; only with all layers in one stage")
+    repack: bool = Field(True, description="let llama.cpp rearrange weights for the CPU")
+    check_tensors: bool = Field(False, description="look for invalid values in this stage's weights while loading")
+    no_host_buffer: bool = Field(False, description="no pinned host buffers for weights (llama.cpp: --no-host)")
+
+    @field_validator("device", "tensor_split", mode="before")
+    @classmethod
+    def _comma_separated(cls, value: object) -> object:
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("split_mode")
+    @classmethod
+    def _whole_layers(cls, value: str) -> str:
+        if value in ("row", "tensor"):
+            raise ValueError("parts of a layer cannot be spread over GPUs in a stage: wanted none or layer")
+        return value
+
+    def model_post_init(self, _context: Any) -> None:
+        if self.mlock and self.direct_io:
+            raise ValueError("mlock and direct_io exclude each other")
+        if self.ubatch_size > self.batch_size:
+            raise ValueError(f"ubatch_size {self.ubatch_size} is larger than batch_size {self.batch_size}")
+        if self.cache_type_v not in ("f32", "f16", "bf16") and self.flash_attn == "off":
+            raise ValueError(f"a {self.cache_type_v} V cache needs flash_attn")
+
+    @property
+    def decode_threads(self) -> int:
+        return self.threads
+
+    @property
+    def prefill_threads(self) -> int:
+        return self.threads if self.threads_batch is None else self.threads_batch
+
+
+def check_options(values: Mapping[str, Any], where: str) -> StageOptions:
+    """Build options from ``values``; raise OptionError naming ``where`` and each wrong option."""
+    try:
+        return StageOptions.model_validate(dict(values), strict=None)
+    except ValidationError as error:
+        raise OptionError(f"{where}: {describe_problems(error)}") from None
+
+
+def describe_problems(error: ValidationError) -> str:
+    """One line for everything pydantic found, in our words."""
+    problems = []
+    for item in error.errors():
+        name = ".".join(map(str, item["loc"]))
+        what = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            what = "no such option"
+        shown = f" (got {item['input']!r})" if name and item["type"] != "extra_forbidden" else ""
+        problems.append(f"{name}: {what}{shown}" if name else what)
+    return "; ".join(problems)
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The keys of a ``.toml`` or ``.json`` config file; raise OptionError where it cannot be read."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise OptionError(f"config file {path}: {error}") from None
+    if not isinstance(values, dict):
+        raise OptionError(f"config file {path}: wanted a table of options, got a {type(values).__name__}")
+    return {key.replace("-", "_"): value for key, value in values.items()}
+
+
+_ALIASES: dict[str, tuple[str, ...]] = {
+    "ctx_size": ("-c",),
+    "lanes": ("-np", "--parallel"),
+    "batch_size": ("-b",),
+    "ubatch_size": ("-ub",),
+    "threads": ("-t",),
+    "threads_batch": ("-tb",),
+    "cache_type_k": ("-ctk",),
+    "cache_type_v": ("-ctv",),
+    "flash_attn": ("-fa",),
+    "n_gpu_layers": ("-ngl", "--gpu-layers"),
+    "device": ("-dev",),
+    "main_gpu": ("-mg",),
+    "split_mode": ("-sm",),
+    "tensor_split": ("-ts",),
+    "no_host_buffer": ("--no-host",),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add one flag per option; a flag that is not given leaves the config file's value or the default."""
+    group = parser.add_argument_group("load and context options")
+    defaults = StageOptions()
+    for name, field in StageOptions.model_fields.items():
+        flags = [*_ALIASES.get(name, ()), "--" + name.replace("_", "-")]
+        default = getattr(defaults, name)
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        text = field.description or ""
+        if shown not in ("", None) and "default" not in text:
+            shown = {True: "on", False: "off"}.get(shown, shown) if isinstance(shown, bool) else shown
+            text += f" (default: {shown})"
+        kind = field.annotation
+        if kind is bool:
+            group.add_argument(*flags, action=argparse.BooleanOptionalAction, default=None, help=text, dest=name)
+        elif get_origin(kind) is Literal:
+            choices = [c for c in get_args(kind) if c not in ("row", "tensor")]
+            group.add_argument(*flags, choices=choices, default=None, help=text, dest=name)
+        elif get_origin(kind) is tuple:
+            group.add_argument(*flags, default=None, metavar="A,B", help=text, dest=name)
+        else:
+            group.add_argument(*flags, type=int, default=None, metavar="N", help=text, dest=name)
+
+
+def from_arguments(arguments: argparse.Namespace, config: Mapping[str, Any] | None = None) -> StageOptions:
+    """Command line over config file over defaults."""
+    given = {n: v for n in StageOptions.model_fields if (v := getattr(arguments, n, None)) is not None}
+    if "tensor_split" in given:
+        given["tensor_split"] = _numbers(given["tensor_split"])
+    known = {k: v for k, v in (config or {}).items() if k in StageOptions.model_fields}
+    return check_options({**known, **given}, "options")
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise OptionError(f"tensor_split {text!r}: wanted numbers like 3,1") from None
+
+
+def to_arguments(options: StageOptions) -> Sequence[str]:
+    """The command line that says the same; only what differs from the defaults."""
+    arguments: list[str] = []
+    for name in options.model_fields_set:
+        value = getattr(options, name)
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(flag if value else "--no-" + flag[2:])
+        elif isinstance(value, tuple):
+            arguments += [flag, ",".join(map(str, value))] if value else []
+        elif value is not None:
+            arguments += [flag, str(value)]
+    return arguments

@@ -1,0 +1,204 @@
+"""A stage's layers, opened and ready to run batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from skippy_zmq import _native
+from skippy_zmq.errors import ModelFileError, NativeError, OptionError, ProtocolError
+from skippy_zmq.runtime.options import StageOptions
+from skippy_zmq.sources.gguf_model import GgufModel
+from skippy_zmq.topology import LayerRange
+from skippy_zmq.wire.messages import CrossingSpec, TensorDescriptor
+
+Tokens = npt.NDArray[np.int32]
+Logits = npt.NDArray[np.float32]
+Buffer = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
+LaneRows = tuple[int, int, int]  # lane, position, number of rows
+
+LLAMA_CPP_BUILD = f"{_native.LLAMA_CPP_PIN} ({_native.LLAMA_CPP_VERSION})"
+
+_FLASH_ATTN = {"on": 1, "off": 0, "auto": -1}
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """One crossing tensor of one micro-batch and its bytes (``descriptor.nbytes`` of them)."""
+
+    descriptor: TensorDescriptor
+    data: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes in this stage's own buffers."""
+
+    weights: int
+    kv: int
+    compute: int
+
+
+class StageModel:
+    """Layers ``layers`` of ``source``. Not thread-safe: one thread runs it.
+
+    Raises ModelFileError where llama.cpp refuses the file, OptionError where it refuses an option. ``progress`` is
+    called with 0.0 to 1.0 while weights load; an exception it raises stops the load.
+    """
+
+    def __init__(
+        self,
+        source: GgufModel,
+        layers: LayerRange,
+        options: StageOptions,
+        *,
+        progress: Callable[[float], object] | None = None,
+        max_outputs: int | None = None,
+    ) -> None:
+        self.source = source
+        self.layers = layers.within(source.n_layers)
+        self.options = options
+        index = {path: number for number, path in enumerate(source.files)}
+        try:
+            self.native_model = _native.StageModel(
+                (layers.start, layers.end, source.n_layers, source.n_blocks),
+                [(t.name, t.type, t.nbytes, index[t.path], t.offset) for t in source.tensors],
+                [str(path) for path in source.files],
+                progress,
+                devices=list(options.device),
+                n_gpu_layers=options.n_gpu_layers,
+                main_gpu=options.main_gpu,
+                split_mode=options.split_mode,
+                tensor_split=list(options.tensor_split),
+                mmap=options.mmap,
+                mlock=options.mlock,
+                direct_io=options.direct_io,
+                repack=options.repack,
+                check_tensors=options.check_tensors,
+                no_host_buffer=options.no_host_buffer,
+            )
+        except RuntimeError as error:
+            raise ModelFileError(f"{source.path}: {error}") from None
+        try:
+            self.native_context = _native.StageContext(
+                self.native_model,
+                n_ctx=options.ctx_size,
+                lanes=options.lanes,
+                n_batch=options.batch_size,
+                n_ubatch=options.ubatch_size,
+                threads=options.decode_threads,
+                threads_batch=options.prefill_threads,
+                cache_type_k=options.cache_type_k,
+                cache_type_v=options.cache_type_v,
+                flash_attn=_FLASH_ATTN[options.flash_attn],
+                swa_full=options.swa_full,
+                kv_offload=options.kv_offload,
+                op_offload=options.op_offload,
+                max_outputs=options.lanes if max_outputs is None else max_outputs,
+            )
+        except RuntimeError as error:
+            raise OptionError(f"{source.path}: layers {layers}: {error}") from None
+
+    @property
+    def is_first(self) -> bool:
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.layers.end == self.source.n_layers
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that a lane can hold."""
+        return self.native_context.n_ctx
+
+    @property
+    def n_vocab(self) -> int:
+        return self.native_model.n_vocab
+
+    @property
+    def can_trim(self) -> bool:
+        """Whether a lane can forget only its last tokens (recurrent models cannot)."""
+        return self.native_context.can_trim
+
+    @property
+    def wanted(self) -> tuple[CrossingSpec, ...]:
+        return tuple(CrossingSpec(*spec) for spec in self.native_context.wanted)
+
+    @property
+    def offered(self) -> tuple[CrossingSpec, ...]:
+        return tuple(CrossingSpec(*spec) for spec in self.native_context.offered)
+
+    def memory(self) -> Memory:
+        return Memory(*self.native_context.memory())
+
+    def serve(self, wanted: Sequence[CrossingSpec]) -> None:
+        """Give downstream exactly ``wanted`` from now on; raise ProtocolError where that is not on offer."""
+        try:
+            self.native_context.serve([(spec.name, spec.occurrence) for spec in wanted])
+        except ValueError as error:
+            raise ProtocolError(str(error), code="crossing_mismatch") from None
+
+    def micro_batch_rows(self, rows: Sequence[LaneRows]) -> list[int]:
+        """Row counts of the micro-batches that a batch runs as."""
+        return [n for _, n in self.native_context.micro_batches(list(rows))]
+
+    def run(
+        self, rows: Sequence[LaneRows], tokens: Tokens, outputs: Sequence[int] = (), arriving: Sequence[Crossing] = ()
+    ) -> list[Crossing]:
+        """Run a batch and return what leaves for downstream.
+
+        ``tokens``: int32 ids of all rows. ``outputs``: rising row numbers whose logits are wanted (last stage only).
+        Raises ProtocolError before anything changed where the batch or what arrived does not fit, NativeError after a
+        failed run (the batch's lanes then stand where they stood).
+        """
+        tensors = [
+            (d.micro_batch, d.name, d.occurrence, d.dtype, d.shape, item.data)
+            for item in arriving
+            for d in (item.descriptor,)
+        ]
+        try:
+            leaving = self.native_context.run(list(rows), tokens, list(outputs), tensors)
+        except ValueError as error:
+            raise ProtocolError(str(error)) from None
+        except RuntimeError as error:
+            raise NativeError(f"layers {self.layers}: {error}") from None
+        return [
+            Crossing(TensorDescriptor(name, occurrence, micro_batch, dtype, shape, data.nbytes), data)
+            for micro_batch, name, occurrence, dtype, shape, data in leaving
+        ]
+
+    def logits(self, row: int) -> Logits:
+        """A copy of the logits of ``row`` of the last batch: float32 [n_vocab]."""
+        return self.native_context.logits(row)
+
+    def trim(self, lane: int, position: int) -> None:
+        """Forget the tokens of ``lane`` from ``position`` on; raise ProtocolError where the model cannot."""
+        try:
+            self.native_context.trim(lane, position)
+        except ValueError as error:
+            raise ProtocolError(str(error)) from None
+
+    def position(self, lane: int) -> int:
+        """Tokens that ``lane`` holds."""
+        return self.native_context.position(lane)
+
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """Token ids of ``text``; raise NativeError where the model has no tokenizer."""
+        try:
+            return self.native_model.tokenize(text.encode(), add_special, parse_special).tolist()
+        except RuntimeError as error:
+            raise NativeError(str(error)) from None
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes of one token; control tokens are empty unless ``special``."""
+        return self.native_model.piece(token, special)
+
+    def detokenize(self, tokens: Sequence[int], *, special: bool = True) -> bytes:
+        return b"".join(self.piece(token, special=special) for token in tokens)
+
+    def is_end_of_generation(self, token: int) -> bool:
+        return self.native_model.is_eog(token)

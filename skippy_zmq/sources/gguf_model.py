@@ -1,0 +1,191 @@
+"""A model in GGUF files (one, or shards): opened, checked and described as one virtual file."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from skippy_zmq.errors import ModelFileError
+from skippy_zmq.sources import architectures
+from skippy_zmq.sources.gguf_header import GgufHeader, TensorInfo
+from skippy_zmq.sources.gguf_hyperparameters import check_hyperparameters
+from skippy_zmq.sources.gguf_shards import Extent, open_shards, virtual_file
+from skippy_zmq.sources.gguf_tensors import check_tensors
+from skippy_zmq.sources.gguf_values import ARRAY, STRING, U32, U64, shown, type_text
+from skippy_zmq.sources.gguf_vocabulary import check_vocabulary
+
+_SAMPLE_BYTES = 256
+_BLOCK_BYTES = 4 * 1024 * 1024
+_IDENTITY_FORMAT = b"skippy-zmq model identity 1\0"
+_FULL_FORMAT = b"skippy-zmq model full hash 1\0"
+
+
+@dataclass(frozen=True, slots=True)
+class GgufModel:
+    """A checked model. ``path`` is the file that was opened; ``files`` are all of its files, in shard order.
+
+    ``metadata`` holds the scalars; ``array`` decodes an array. ``n_blocks`` counts all blocks, ``n_layers`` those a
+    pipeline runs (without the blocks that only predict further tokens). ``n_positions``: the positions of a learned
+    position table, None without one; running past it aborts llama.cpp. ``header``, ``extents`` and ``size`` describe
+    one virtual file that holds all tensors; for a single file it is the file itself.
+    """
+
+    path: Path
+    files: tuple[Path, ...]
+    metadata: Mapping[str, int | float | bool | str]
+    tensors: tuple[TensorInfo, ...]
+    architecture: str
+    n_blocks: int
+    n_layers: int
+    n_vocab: int
+    embedding_length: int
+    context_length: int
+    n_positions: int | None
+    tied_output: bool
+    chat_template: str | None
+    header: bytes
+    extents: tuple[Extent, ...]
+    size: int
+    _first: GgufHeader
+
+    def array(self, key: str) -> list[int] | list[float] | list[bool] | list[str]:
+        """The elements of the metadata array ``key``; raise KeyError when it is absent or a scalar."""
+        return self._first.array(key)
+
+    def identity(self) -> str:
+        """Hex SHA-256 of metadata, tensor table and sampled bytes of every tensor; equal for a file and its shards.
+
+        Reads 768 bytes per tensor, whatever the size of the model.
+        """
+        digest = self._table_digest(_IDENTITY_FORMAT)
+        for descriptor, tensor in self._open_tensors():
+            for start, length in _samples(tensor.nbytes):
+                digest.update(_read(descriptor, tensor, start, length))
+        return digest.hexdigest()
+
+    def full_hash(self) -> str:
+        """Hex SHA-256 of metadata, tensor table and every byte of every tensor; equal for a file and its shards."""
+        digest = self._table_digest(_FULL_FORMAT)
+        for descriptor, tensor in self._open_tensors():
+            for start in range(0, tensor.nbytes, _BLOCK_BYTES):
+                digest.update(_read(descriptor, tensor, start, min(_BLOCK_BYTES, tensor.nbytes - start)))
+        return digest.hexdigest()
+
+    def _table_digest(self, format_name: bytes) -> hashlib._Hash:
+        digest = hashlib.sha256(format_name)
+        raw = memoryview(self._first.raw)
+        for key in sorted(self._first.values):
+            value = self._first.values[key]
+            if not key.startswith("split."):
+                name = key.encode()
+                digest.update(U64.pack(len(name)) + name + U64.pack(value.end - value.type_start))
+                digest.update(raw[value.type_start : value.end])
+        for tensor in _by_name(self.tensors):
+            name = tensor.name.encode()
+            shape = b"".join(map(U64.pack, tensor.shape))
+            digest.update(U64.pack(len(name)) + name + U32.pack(tensor.type) + U32.pack(len(tensor.shape)) + shape)
+        return digest
+
+    def _open_tensors(self) -> Iterator[tuple[int, TensorInfo]]:
+        descriptors: dict[Path, int] = {}
+        try:
+            for tensor in _by_name(self.tensors):
+                if tensor.path not in descriptors:
+                    descriptors[tensor.path] = os.open(tensor.path, os.O_RDONLY | os.O_CLOEXEC)
+                yield descriptors[tensor.path], tensor
+        except OSError as error:
+            raise ModelFileError(f"{error.filename or self.path}: cannot read model file: {error.strerror}") from None
+        finally:
+            for descriptor in descriptors.values():
+                os.close(descriptor)
+
+
+def open_model(path: str | Path) -> GgufModel:
+    """Open a GGUF file, or the first shard of a model, and check everything that could hurt native code.
+
+    Raise ModelFileError with one line that names the file, the thing, what was wanted and what was got.
+    """
+    path = Path(path)
+    headers = open_shards(path)
+    first = headers[0]
+    architecture = _architecture(first)
+    hyperparameters = check_hyperparameters(first, architecture)
+    tensors = tuple(tensor for header in headers for tensor in header.tensors)
+    check_tensors(path, tensors, architecture, hyperparameters.n_blocks, hyperparameters.n_layers)
+    n_vocab = check_vocabulary(first)
+    joined = virtual_file(headers)
+    by_name = {tensor.name: tensor for tensor in tensors}
+    positions = by_name.get("position_embd.weight")
+    return GgufModel(
+        path=path,
+        files=tuple(header.path for header in headers),
+        metadata=MappingProxyType(_scalars(first)),
+        tensors=tensors,
+        architecture=architecture,
+        n_blocks=hyperparameters.n_blocks,
+        n_layers=hyperparameters.n_layers,
+        n_vocab=n_vocab,
+        embedding_length=hyperparameters.embedding_length,
+        context_length=hyperparameters.context_length,
+        n_positions=None if positions is None or len(positions.shape) < 2 else positions.shape[1],
+        tied_output="output.weight" not in by_name,
+        chat_template=_chat_template(first),
+        header=joined.header,
+        extents=joined.extents,
+        size=joined.size,
+        _first=first,
+    )
+
+
+def _architecture(header: GgufHeader) -> str:
+    key = "general.architecture"
+    value = header.values.get(key)
+    if value is None:
+        raise ModelFileError(f"{header.path}: {key}: this metadata key is missing")
+    if value.type != STRING:
+        raise ModelFileError(f"{header.path}: {key}: wanted a string, got {type_text(value)}")
+    name = str(header.scalar(key))
+    if name in architectures.UNSUPPORTED:
+        reason = architectures.UNSUPPORTED[name]
+        raise ModelFileError(f"{header.path}: unsupported architecture {shown(name)}: {reason}")
+    if name not in architectures.SUPPORTED:
+        raise ModelFileError(f"{header.path}: unsupported architecture {shown(name)}: this llama.cpp does not know it")
+    return name
+
+
+def _scalars(header: GgufHeader) -> dict[str, int | float | bool | str]:
+    scalars: dict[str, int | float | bool | str] = {}
+    for key, value in header.values.items():
+        scalar = None if value.type == ARRAY else header.scalar(key)
+        if scalar is not None:
+            scalars[key] = scalar
+    return scalars
+
+
+def _chat_template(header: GgufHeader) -> str | None:
+    value = header.values.get("tokenizer.chat_template")
+    return str(header.scalar("tokenizer.chat_template")) if value is not None and value.type == STRING else None
+
+
+def _by_name(tensors: tuple[TensorInfo, ...]) -> list[TensorInfo]:
+    return sorted(tensors, key=lambda tensor: tensor.name)
+
+
+def _samples(nbytes: int) -> tuple[tuple[int, int], ...]:
+    if nbytes <= 3 * _SAMPLE_BYTES:
+        return ((0, nbytes),)
+    middle = (nbytes - _SAMPLE_BYTES) // 2
+    return tuple((start, _SAMPLE_BYTES) for start in (0, middle, nbytes - _SAMPLE_BYTES))
+
+
+def _read(descriptor: int, tensor: TensorInfo, start: int, length: int) -> bytes:
+    data = os.pread(descriptor, length, tensor.offset + start)
+    if len(data) != length:
+        raise ModelFileError(
+            f"{tensor.path}: truncated while open: tensor {shown(tensor.name)}: wanted {length} bytes, got {len(data)}"
+        )
+    return data

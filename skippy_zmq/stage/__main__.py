@@ -1,0 +1,173 @@
+"""``python -m skippy_zmq.stage``: load a range of layers, find the neighbours, serve."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING
+
+# An idle stage's OpenMP threads would spin and take the cores of the one that works. libgomp reads this when it is
+# loaded, so it must be set before anything imports the extension.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+from skippy_zmq.errors import SkippyError
+from skippy_zmq.stage.config import StageConfig, check_role, parse_config
+from skippy_zmq.stage.facts import check_certified, ready_line, stage_facts
+
+if TYPE_CHECKING:
+    from skippy_zmq.transport import Security
+
+log = logging.getLogger("skippy_zmq.stage")
+
+
+class _Stopped(BaseException):
+    """A signal came while the model was loading."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a stage; return the exit code."""
+    try:
+        config = parse_config(argv)
+        logging.basicConfig(
+            level=config.log_level.upper(),
+            stream=sys.stderr,
+            format=f"%(asctime)s {config.name} %(levelname)s %(message)s",
+        )
+        _serve(config)
+    except SkippyError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except _Stopped:
+        return 0
+    return 0
+
+
+def _serve(config: StageConfig) -> None:
+    from skippy_zmq.runtime.stage_model import StageModel  # loads llama.cpp
+    from skippy_zmq.sources.gguf_model import open_model
+    from skippy_zmq.stage.engine import Stage
+    from skippy_zmq.transport import Endpoint, Link, Loop, Server, SocketFactory, SocketLimits, boot_nonce, routing_id
+    from skippy_zmq.wire.limits import MAX_FRAMES, MAX_PAYLOAD_BYTES
+    from skippy_zmq.wire.messages import StageFacts
+
+    with contextlib.ExitStack() as stack:
+        source = open_model(config.model)
+        check_role(config, source.n_layers)
+        check_certified(source, uncertified=config.uncertified)
+        factory = SocketFactory(security=_security(config), limits=SocketLimits(frame_bytes=MAX_PAYLOAD_BYTES))
+        stack.callback(factory.close, 1.0)
+        loop = stack.enter_context(Loop())
+        # Bound before the model is loaded: a wrong or taken address is said at once.
+        server = Server(factory, Endpoint.parse(config.bind), allow_plaintext=config.allow_plaintext, max_frames=MAX_FRAMES)
+        stack.callback(server.close, 1.0)
+        if server.warning:
+            log.warning("%s", server.warning)
+        with _stop_while_loading(), _progress(config) as progress:
+            model = StageModel(source, config.layers, config.options, progress=progress)
+        stage_id = routing_id(config.name, boot_nonce())
+        endpoint = config.advertise or str(server.endpoint)
+        facts = stage_facts(model, source.identity(), stage_id.decode(), endpoint)
+        links = {}
+        for name, key in (("next", config.next_key), ("first", config.first_key)):
+            address = getattr(config, name)
+            if address:
+                link = Link(
+                    factory,
+                    Endpoint.parse(address),
+                    routing_id=stage_id,
+                    server_key=key.encode() if key else None,
+                    max_frames=MAX_FRAMES,
+                )
+                stack.callback(link.close, 1.0)
+                links[name] = link
+
+        def announce(stages: tuple[StageFacts, ...]) -> None:
+            print(ready_line(stages), flush=True)
+
+        stage = Stage(
+            model,
+            facts,
+            loop,
+            server,
+            links.get("next"),
+            links.get("first"),
+            announce,
+            sys.stdin.fileno() if config.exit_with_stdin else None,
+        )
+        stack.callback(stage.close)
+        log.info("layers %s of %s loaded, listening on %s", config.layers, source.path.name, endpoint)
+        with _signals(stage.stop, loop.wakeup_fd, config.drain_seconds):
+            stage.run()
+        log.info("stopped")
+
+
+def _security(config: StageConfig) -> Security | None:
+    from skippy_zmq.errors import OptionError
+    from skippy_zmq.transport import Security, load_allowed_clients, load_keys
+
+    if config.curve_key is None:
+        if config.curve_allow or config.next_key or config.first_key:
+            raise OptionError("--curve-allow, --next-key and --first-key need --curve-key")
+        return None
+    allowed = load_allowed_clients(config.curve_allow) if config.curve_allow else frozenset()
+    return Security(load_keys(config.curve_key), allowed)
+
+
+@contextlib.contextmanager
+def _stop_while_loading() -> Iterator[None]:
+    """SIGTERM and SIGINT end a load at its next progress report."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise _Stopped
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _progress(config: StageConfig) -> Iterator[Callable[[float], None]]:
+    """A progress callback: a bar on a terminal, else one that only lets signals in."""
+    if not config.progress or not sys.stderr.isatty():
+        yield lambda _done: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=100, desc=f"loading layers {config.layers}", unit="%", leave=False) as bar:
+
+        def report(done: float) -> None:
+            bar.update(round(done * 100) - bar.n)
+
+        yield report
+
+
+@contextlib.contextmanager
+def _signals(stop: Callable[[float], None], wakeup_fd: int, drain_seconds: float) -> Iterator[None]:
+    """The first SIGTERM or SIGINT drains, the second ends at once; both wake the loop."""
+    asked = False
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        nonlocal asked
+        stop(0.0 if asked else drain_seconds)
+        asked = True
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    old_fd = signal.set_wakeup_fd(wakeup_fd, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(old_fd)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

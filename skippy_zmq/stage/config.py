@@ -1,0 +1,156 @@
+"""What the stage program was asked to do: command line over config file over defaults."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from skippy_zmq.errors import OptionError
+from skippy_zmq.runtime.options import StageOptions, add_arguments, from_arguments, read_config
+from skippy_zmq.topology import LayerRange
+
+DEFAULT_BIND = "tcp://127.0.0.1:7700"
+DEFAULT_DRAIN_SECONDS = 10.0
+
+_EXAMPLES = """\
+examples:
+  a whole model in one stage:
+    python -m skippy_zmq.stage --model m.gguf --layers 0:30 --bind tcp://127.0.0.1:7700
+  two stages on one machine, started in any order:
+    python -m skippy_zmq.stage --model m.gguf --layers 0:15  --bind ipc:///run/user/1000/s0 --next ipc:///run/user/1000/s1
+    python -m skippy_zmq.stage --model m.gguf --layers 15:30 --bind ipc:///run/user/1000/s1 --first ipc:///run/user/1000/s0
+  ask them something:
+    python -m skippy_zmq.client --connect ipc:///run/user/1000/s0 --chat "Why is the sky blue?"
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StageConfig:
+    model: Path
+    layers: LayerRange
+    bind: str
+    next: str | None
+    first: str | None
+    advertise: str | None  # how others reach this stage, where that is not the bind address
+    name: str
+    options: StageOptions
+    uncertified: bool
+    allow_plaintext: bool
+    curve_key: Path | None
+    curve_allow: Path | None
+    next_key: str | None
+    first_key: str | None
+    drain_seconds: float
+    exit_with_stdin: bool
+    progress: bool
+    log_level: str
+
+
+_TEXT_KEYS = {
+    "model": ("--model", "PATH", "the model: a GGUF file, or the first of its shards (-00001-of-0000N.gguf)"),
+    "layers": ("--layers", "A:B", "the layers to run, half-open: 0:15 is the first fifteen"),
+    "bind": ("--bind", "ENDPOINT", f"where this stage listens: tcp://host:port or ipc://path (default: {DEFAULT_BIND})"),
+    "next": ("--next", "ENDPOINT", "the stage with the following layers; not for the last stage"),
+    "first": ("--first", "ENDPOINT", "stage 0, for the last stage: tokens go back there"),
+    "advertise": ("--advertise", "ENDPOINT", "how clients reach this stage, if not by its bind address"),
+    "name": ("--name", "NAME", "name in messages and logs (default: stage-A-B)"),
+    "curve_key": ("--curve-key", "FILE", "this stage's CURVE secret key; turns encryption on"),
+    "curve_allow": ("--curve-allow", "FILE", "public keys of the peers and clients that may connect"),
+    "next_key": ("--next-key", "KEY", "public CURVE key of the next stage"),
+    "first_key": ("--first-key", "KEY", "public CURVE key of stage 0"),
+}
+_FLAG_KEYS = {
+    "uncertified": ("--uncertified", "run an architecture that docs/architectures.md does not list"),
+    "allow_plaintext": (
+        "--allow-plaintext",
+        "listen on a public address without keys: everybody who reaches it can read prompts and use the pipeline",
+    ),
+    "exit_with_stdin": ("--exit-with-stdin", "end when standard input closes (for programs that start stages)"),
+}
+
+
+def parse_config(argv: list[str] | None = None) -> StageConfig:
+    """Read the command line and the config file it names; raise OptionError for what does not fit."""
+    parser = argparse.ArgumentParser(
+        prog="python -m skippy_zmq.stage",
+        description="Run a range of a model's layers as one stage of a pipeline.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for name, (flag, metavar, text) in _TEXT_KEYS.items():
+        parser.add_argument(flag, metavar=metavar, help=text, dest=name)
+    for name, (flag, text) in _FLAG_KEYS.items():
+        parser.add_argument(flag, action="store_true", default=None, help=text, dest=name)
+    parser.add_argument("--config", metavar="FILE", help="a .toml or .json file with any of these options")
+    parser.add_argument(
+        "--drain-seconds",
+        type=float,
+        metavar="S",
+        help=f"how long SIGTERM lets running requests finish (default: {DEFAULT_DRAIN_SECONDS:g})",
+    )
+    parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=None, help="progress bar on a terminal")
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help="default: info")
+    add_arguments(parser)
+    arguments = parser.parse_args(argv)
+
+    file = read_config(arguments.config) if arguments.config else {}
+    own = {*_TEXT_KEYS, *_FLAG_KEYS, "drain_seconds", "progress", "log_level"}
+    unknown = sorted(set(file) - own - set(StageOptions.model_fields))
+    if unknown:
+        raise OptionError(f"config file {arguments.config}: no such option: {', '.join(unknown)}")
+    values = {name: file.get(name) if getattr(arguments, name) is None else getattr(arguments, name) for name in own}
+    for name in _TEXT_KEYS:
+        if values[name] is not None and not isinstance(values[name], str):
+            raise OptionError(f"{name}: wanted a text, got {values[name]!r}")
+    for name in (*_FLAG_KEYS, "progress"):
+        if values[name] is not None and not isinstance(values[name], bool):
+            raise OptionError(f"{name}: wanted true or false, got {values[name]!r}")
+    if not values["model"] or not values["layers"]:
+        raise OptionError("--model and --layers are needed (see --help)")
+    layers = LayerRange.parse(values["layers"])
+    drain = values["drain_seconds"]
+    if drain is None:
+        drain = DEFAULT_DRAIN_SECONDS
+    if not isinstance(drain, int | float) or not 0 <= drain <= 3600:
+        raise OptionError(f"drain_seconds: wanted 0 to 3600, got {drain!r}")
+
+    def path(name: str) -> Path | None:
+        return Path(values[name]) if values[name] else None
+
+    return StageConfig(
+        model=Path(values["model"]),
+        layers=layers,
+        bind=values["bind"] or DEFAULT_BIND,
+        next=values["next"],
+        first=values["first"],
+        advertise=values["advertise"],
+        name=values["name"] or f"stage-{layers.start}-{layers.end}",
+        options=from_arguments(arguments, file),
+        uncertified=bool(values["uncertified"]),
+        allow_plaintext=bool(values["allow_plaintext"]),
+        curve_key=path("curve_key"),
+        curve_allow=path("curve_allow"),
+        next_key=values["next_key"],
+        first_key=values["first_key"],
+        drain_seconds=float(drain),
+        exit_with_stdin=bool(values["exit_with_stdin"]),
+        progress=values["progress"] is not False,
+        log_level=values["log_level"] or "info",
+    )
+
+
+def check_role(config: StageConfig, n_layers: int) -> None:
+    """Raise OptionError unless the links given are those that the layers need."""
+    layers = config.layers.within(n_layers)
+    is_first, is_last = layers.start == 0, layers.end == n_layers
+    if not is_last and not config.next:
+        raise OptionError(
+            f"layers {layers} of {n_layers}: --next is needed, the stage that begins at layer {layers.end}"
+        )
+    if is_last and config.next:
+        raise OptionError(f"layers {layers} are the last of {n_layers}: there is no --next")
+    if is_last and not is_first and not config.first:
+        raise OptionError(f"layers {layers} are the last of {n_layers}: --first is needed, the stage that begins at layer 0")
+    if config.first and (not is_last or is_first):
+        raise OptionError(f"layers {layers} of {n_layers}: --first is for the last of several stages")

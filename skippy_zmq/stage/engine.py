@@ -1,0 +1,584 @@
+"""The event loop of a stage: sockets in, batches through the model, messages out. One thread does everything.
+
+Ring messages (batches, session ends) are run strictly in the order in which they came; whatever else arrives is
+answered between two batches. libzmq's own thread moves bytes while the model computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from skippy_zmq.chat.renderer import TemplateRenderer
+from skippy_zmq.errors import (
+    HandshakeError,
+    NativeError,
+    ProtocolError,
+    RetryableError,
+    SkippyError,
+    StageLostError,
+)
+from skippy_zmq.runtime.stage_model import Crossing, StageModel, Tokens
+from skippy_zmq.schedule.scheduler import Batch, Scheduler
+from skippy_zmq.stage.handshake import check_crossing, check_neighbours, check_pipeline, check_ring
+from skippy_zmq.stage.last import TokenSource
+from skippy_zmq.stage.requests import RequestTable
+from skippy_zmq.transport import Incoming, Link, LinkEventKind, Loop, PeerGone, QueueFull, Server
+from skippy_zmq.wire import messages as wire
+from skippy_zmq.wire.codec import decode, encode
+from skippy_zmq.wire.failures import error_message, exception_of
+
+log = logging.getLogger("skippy_zmq.stage")
+
+MAX_PEERS = 4096  # remembered; a client silent for longer than so many others has to say HELLO again
+
+RingMessage = wire.Activations | wire.SessionClose | wire.BatchFailed
+
+
+class Stage:
+    """A stage between its neighbours. ``run`` returns when it was asked to stop and has drained.
+
+    ``facts``: what this stage says of itself. ``next_link``: to the stage behind, None for the last one. ``ring_link``:
+    from the last stage to stage 0, None elsewhere and in a ring of one.
+    """
+
+    def __init__(
+        self,
+        model: StageModel,
+        facts: wire.StageFacts,
+        loop: Loop,
+        server: Server,
+        next_link: Link | None,
+        ring_link: Link | None,
+        on_ready: Callable[[tuple[wire.StageFacts, ...]], object],
+        exit_fd: int | None = None,
+    ) -> None:
+        self.model = model
+        self.facts = facts
+        self.loop = loop
+        self.server = server
+        self.next_link = next_link
+        self.ring_link = ring_link
+        self._on_ready = on_ready
+        self._exit_fd = exit_fd
+        self.counters: Counter[str] = Counter()
+        # Routing id -> role of those that were welcomed, the one silent for longest first.
+        self._peers: OrderedDict[bytes, str] = OrderedDict()
+        self._upstream: bytes | None = None
+        self._ring: bytes | None = None
+        self._behind: tuple[wire.StageFacts, ...] = ()  # once known: the stages behind, in layer order
+        self._announced = False
+        self._queue: deque[tuple[RingMessage, list[memoryview]]] = deque()
+        self._open: dict[str, int] = {}  # session -> lane, of sessions that ran here
+        self._next_batch = 0
+        self._stop_at: float | None = None
+        self.renderer: TemplateRenderer | None = None
+        self.requests: RequestTable | None = None
+        self.tokens: TokenSource | None = None
+        self._scheduler: Scheduler | None = None
+        if model.is_last:
+            self.tokens = TokenSource(model, self.send_to_client)
+        if model.is_first:
+            self._begin_stage_0()
+        loop.add(server)
+        for link in (next_link, ring_link):
+            if link is not None:
+                loop.add(link)
+        if exit_fd is not None:
+            loop.add(exit_fd)
+
+    def _begin_stage_0(self) -> None:
+        model = self.model
+        native = model.native_model
+        bos, eos = (
+            model.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
+            for token in (native.bos, native.eos)
+        )
+        self.renderer = TemplateRenderer(model.source.chat_template or "", bos, eos)
+        self.renderer.start()
+        rows = min(self.facts.n_batch, self.facts.n_ubatch)
+        # Two batches per stage keep every stage busy while one is on the way; set once the pipeline is known.
+        self._scheduler = Scheduler(self.facts.lanes, rows, max_in_flight=2)
+        boot = self.facts.stage.rpartition("-")[2]
+        self.requests = RequestTable(
+            model, self._scheduler, self.renderer, self.send_to_client, self._close_session, boot
+        )
+        self.loop.add(self.renderer.fileno())
+
+    # ---- state
+
+    @property
+    def ready(self) -> bool:
+        """Whether this stage and everything behind it is ready; stage 0 also needs the ring closed."""
+        if self.model.is_first and not self.model.is_last and self._ring is None:
+            return False
+        return self.model.is_last or bool(self._behind)
+
+    @property
+    def stages(self) -> tuple[wire.StageFacts, ...]:
+        return (self.facts, *self._behind)
+
+    @property
+    def busy(self) -> bool:
+        if self._queue or self._open:
+            return True
+        return self.requests is not None and bool(self.requests.queued or self.requests.running)
+
+    def stop(self, drain_seconds: float) -> None:
+        """Take no new requests, let running ones finish for ``drain_seconds`` at most, then return from ``run``."""
+        until = time.monotonic() + drain_seconds
+        self._stop_at = until if self._stop_at is None else min(until, self._stop_at)
+
+    def _announce(self) -> None:
+        """Say that the pipeline from here on is ready, where it has become so."""
+        if not self.ready:
+            self._announced = False
+            return
+        if self._announced:
+            return
+        self._announced = True
+        if self.model.is_first:
+            try:
+                check_pipeline(self.stages)
+            except HandshakeError:
+                self._behind = ()
+                self._announced = False
+                raise
+            if self._scheduler is not None:
+                self._scheduler.max_in_flight = 2 * len(self.stages)
+        for peer, role in list(self._peers.items()):
+            if role in ("upstream", "client"):
+                self._send_to(peer, wire.Ready(self.stages))
+        self._on_ready(self.stages)
+
+    def _not_ready(self, why: str) -> None:
+        """Something behind went away: whoever is in front must know."""
+        was = self._announced
+        self._announced = False
+        if self.requests is not None:
+            self.requests.lost(why)
+            if self._scheduler is not None:
+                self._scheduler.reset()
+        if was and self._upstream is not None:
+            self._send_to(self._upstream, wire.Error("stage_lost", why, "", True))
+
+    # ---- sending
+
+    def _send_to(self, peer: bytes, message: wire.Message) -> bool:
+        try:
+            self.server.send(peer, encode(message))
+        except PeerGone:
+            self._peers.pop(peer, None)
+            return False
+        except QueueFull as error:
+            log.warning("%s", error)
+            self.counters["errors.queue_full"] += 1
+            return False
+        return True
+
+    def send_to_client(self, client: bytes, message: wire.Message) -> bool:
+        if isinstance(message, wire.Error):
+            self.counters[f"errors.{message.code}"] += 1
+        return self._send_to(client, message)
+
+    def _send_down(self, message: RingMessage, payloads: Sequence[memoryview] = ()) -> None:
+        if self.next_link is None:
+            return
+        try:
+            self.next_link.send(encode(message, payloads))
+        except (PeerGone, QueueFull) as error:
+            # Ends of sessions need not reach a stage that is gone: it forgets them when it is greeted again.
+            if isinstance(message, wire.Activations):
+                self._lost_next(str(error))
+
+    def _batch_done(self, done: wire.BatchDone) -> None:
+        if self.requests is not None:  # a ring of one
+            self._take_batch_done(done)
+        elif self.ring_link is not None:
+            try:
+                self.ring_link.send(encode(done))
+            except (PeerGone, QueueFull) as error:
+                log.warning("%s", error)
+                self.counters["errors.ring"] += 1
+
+    def _close_session(self, session: str, lane: int, reason: str) -> None:
+        """Stage 0: end a session here and down the ring, in line with the batches."""
+        message = wire.SessionClose(session, lane, reason)
+        self._send_down(message)
+        self._run_close(message)
+
+    # ---- the loop
+
+    def run(self) -> None:
+        """Serve until stopped. Raises HandshakeError or ProtocolError where a neighbour refuses this stage."""
+        self._announce()
+        while not self._finished():
+            for source in self.loop.wait(self._timeout()):
+                if isinstance(source, Server):
+                    self._drain_server(source)
+                elif isinstance(source, Link):
+                    self._drain_link(source)
+                elif source == self._exit_fd:
+                    self._read_exit_fd(source)
+                elif self.requests is not None:
+                    self.requests.rendered()
+            now = time.monotonic()
+            if self.requests is not None:
+                self.requests.expire(now)
+                if self.ready:
+                    self.requests.start_waiting()
+            self._work()
+
+    def _read_exit_fd(self, fd: int) -> None:
+        if not os.read(fd, 4096):  # whoever started this stage is gone
+            self.loop.remove(fd)
+            self.stop(0)
+
+    def _timeout(self) -> float | None:
+        if self._queue or self._can_schedule():
+            return 0.0
+        times = []
+        if self.requests is not None and (deadline := self.requests.next_deadline()) is not None:
+            times.append(deadline)
+        if self._stop_at is not None:
+            times.append(self._stop_at)
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _can_schedule(self) -> bool:
+        return self._scheduler is not None and self.ready and self._scheduler.has_work
+
+    def _finished(self) -> bool:
+        if self._stop_at is None:
+            return False
+        if self.busy and time.monotonic() < self._stop_at:
+            return False
+        if self.requests is not None:
+            self.requests.fail_all(StageLostError("the stage is shutting down", code="shutting_down"))
+        return True
+
+    def _work(self) -> None:
+        """Run one thing: the oldest message of the ring, or the next batch of stage 0."""
+        if self._queue:
+            message, payloads = self._queue.popleft()
+            self._run_ring(message, payloads)
+        elif self._scheduler is not None and self.ready:
+            batch = self._scheduler.next_batch()
+            if batch is not None:
+                self._run_scheduled(batch)
+
+    # ---- batches
+
+    def _run_scheduled(self, batch: Batch) -> None:
+        assert self.requests is not None
+        rows = tuple(
+            wire.SessionRows(r.session, r.lane, r.position, r.n_rows, r.sample) for r in batch.rows
+        )
+        tokens = np.array(batch.tokens, np.int32)
+        message = wire.Activations(
+            batch.number,
+            self.facts.stage,
+            self.facts.layer_start,
+            self.facts.layer_end,
+            batch.phase,
+            rows,
+            tokens.astype("<i4").tobytes(),
+            (),
+            self.requests.opening(batch),
+        )
+        self._run_batch(message, tokens, ())
+
+    def _run_ring(self, message: RingMessage, payloads: list[memoryview]) -> None:
+        if isinstance(message, wire.SessionClose):
+            self._send_down(message)
+            self._run_close(message)
+        elif isinstance(message, wire.BatchFailed):
+            self._run_failed(message)
+        else:
+            tokens = np.frombuffer(message.tokens, "<i4").astype(np.int32)
+            arriving = [Crossing(d, data) for d, data in zip(message.tensors, payloads, strict=True)]
+            self._run_batch(message, tokens, arriving)
+
+    def _run_batch(self, message: wire.Activations, tokens: Tokens, arriving: Sequence[Crossing]) -> None:
+        started = time.monotonic_ns()
+        failed = self._open_sessions(message.opens)
+        outputs: list[int] = []
+        row = 0
+        for entry in message.rows:
+            row += entry.n_rows
+            if entry.sample and self.model.is_last:
+                outputs.append(row - 1)
+        try:
+            for entry in message.rows:
+                if self._open.get(entry.session) != entry.lane:
+                    raise ProtocolError(f"session {entry.session} on lane {entry.lane} was not opened here")
+            leaving = self.model.run(
+                [(e.lane, e.position, e.n_rows) for e in message.rows], tokens, outputs, arriving
+            )
+        except (ProtocolError, NativeError) as error:
+            log.error("batch %d: %s", message.batch, error)
+            self._run_failed(
+                wire.BatchFailed(
+                    message.batch, tuple(e.session for e in message.rows), message.opens, error.code, str(error)
+                ),
+                opened=True,
+            )
+            return
+        self.counters["compute_us"] += (time.monotonic_ns() - started) // 1000
+        self.counters["batches"] += 1
+        self.counters["rows"] += row
+        if self.tokens is None:
+            self._send_down(
+                wire.Activations(
+                    message.batch,
+                    self.facts.stage,
+                    self.facts.layer_start,
+                    self.facts.layer_end,
+                    message.phase,
+                    message.rows,
+                    message.tokens,
+                    tuple(item.descriptor for item in leaving),
+                    message.opens,
+                ),
+                [memoryview(item.data) for item in leaving],
+            )
+            return
+        sampled, more_failed = self.tokens.take(message.rows, tokens)
+        self.counters["tokens"] = self.tokens.tokens
+        self._batch_done(wire.BatchDone(message.batch, tuple(sampled), (*failed, *more_failed)))
+
+    def _open_sessions(self, opens: Sequence[wire.SessionOpen]) -> list[tuple[str, str, str]]:
+        failed = []
+        for opened in opens:
+            self._open[opened.session] = opened.lane
+            self.counters["sessions"] += 1
+            if self.tokens is not None and (problem := self.tokens.open(opened)) is not None:
+                failed.append(problem)
+        return failed
+
+    def _run_close(self, message: wire.SessionClose) -> None:
+        if self._open.pop(message.session, None) is not None:
+            self.model.trim(message.lane, 0)
+        if self.tokens is not None:
+            self.tokens.close(message.session, message.reason)
+
+    def _run_failed(self, message: wire.BatchFailed, *, opened: bool = False) -> None:
+        """A batch did not run, here or in front: its sessions end, others go on."""
+        if not opened:
+            self._open_sessions(message.opens)
+        self.counters["batches_failed"] += 1
+        if self.tokens is None:
+            self._send_down(message)
+            return
+        for session in message.sessions:
+            self.tokens.fail(session, message.code, message.message)
+        failed = tuple((session, message.code, message.message) for session in message.sessions)
+        self._batch_done(wire.BatchDone(message.batch, (), failed))
+
+    def _take_batch_done(self, done: wire.BatchDone) -> None:
+        assert self._scheduler is not None
+        assert self.requests is not None
+        if self._scheduler.batch_done(done.batch):
+            self.requests.take_tokens(done)
+
+    # ---- messages
+
+    def _drain_server(self, server: Server) -> None:
+        while (incoming := server.receive()) is not None:
+            try:
+                message, payloads = self._decoded(incoming)
+                self._handle(incoming.peer, message, payloads)
+            except SkippyError as error:
+                self.counters[f"errors.{error.code}"] += 1
+                log.info("peer %r: %s", incoming.peer, error)
+                self._send_to(incoming.peer, error_message(error))
+            except Exception as error:  # a bug of ours must not end the other sessions
+                log.exception("while handling a message")
+                self._send_to(incoming.peer, error_message(error))
+
+    @staticmethod
+    def _decoded(incoming: Incoming) -> tuple[wire.Message, list[memoryview]]:
+        if incoming.excess:
+            raise ProtocolError(f"message: {incoming.excess} frames too many", code="too_large")
+        return decode(incoming.frames)
+
+    def _handle(self, peer: bytes, message: wire.Message, payloads: list[memoryview]) -> None:
+        if isinstance(message, wire.Hello):
+            self._welcome(peer, message)
+            return
+        role = self._peers.get(peer)
+        if role is None:
+            raise ProtocolError(f"{type(message).__name__} before HELLO", code="not_ready")
+        self._peers.move_to_end(peer)
+        match message:
+            case wire.Activations() | wire.SessionClose() | wire.BatchFailed() if peer == self._upstream:
+                self._take_ring_message(message, payloads)
+            case wire.BatchDone() if peer == self._ring and self.requests is not None:
+                self._take_batch_done(message)
+            case wire.Generate() if role == "client" and self.requests is not None:
+                self.requests.submit(peer, message, accepting=self._why_not_accepting())
+            case wire.Cancel() if role == "client" and self.requests is not None:
+                self.requests.cancel(peer, message.request)
+            case wire.Tokenize():
+                self._tokenize(peer, message)
+            case wire.Detokenize():
+                self._detokenize(peer, message)
+            case wire.Stats():
+                self._send_to(peer, wire.StatsReply(message.request, self.facts, self._counters()))
+            case wire.Ping():
+                self._send_to(peer, wire.Pong(message.nonce, self.ready))
+            case _:
+                raise ProtocolError(f"{type(message).__name__} is not for this stage from a peer of role {role!r}")
+
+    def _why_not_accepting(self) -> SkippyError | None:
+        if self._stop_at is not None:
+            return RetryableError("the stage is shutting down", code="shutting_down")
+        if not self.ready:
+            return RetryableError("the pipeline is not ready yet", code="not_ready")
+        return None
+
+    def _take_ring_message(self, message: RingMessage, payloads: list[memoryview]) -> None:
+        if isinstance(message, wire.Activations):
+            if message.layer_end != self.facts.layer_start:
+                raise ProtocolError(
+                    f"activations of layers {message.layer_start}:{message.layer_end} for a stage that begins at layer "
+                    f"{self.facts.layer_start}"
+                )
+            for entry in message.rows:
+                if entry.lane >= self.facts.lanes:
+                    raise ProtocolError(f"lane {entry.lane}: wanted 0 to {self.facts.lanes - 1}")
+        self._queue.append((message, payloads))
+
+    def _tokenize(self, peer: bytes, message: wire.Tokenize) -> None:
+        if self.requests is None:
+            raise ProtocolError("TOKENIZE is for stage 0")
+        try:
+            ids = self.requests.tokenize(
+                message.text, add_special=message.add_special, parse_special=message.parse_special
+            )
+        except SkippyError as error:
+            self._send_to(peer, error_message(error, message.request))
+            return
+        self._send_to(peer, wire.Tokenized(message.request, tuple(ids)))
+
+    def _detokenize(self, peer: bytes, message: wire.Detokenize) -> None:
+        for token in message.token_ids:
+            if token >= self.model.n_vocab:
+                error = ProtocolError(f"token id {token}: wanted 0 to {self.model.n_vocab - 1}", code="invalid_token")
+                self._send_to(peer, error_message(error, message.request))
+                return
+        self._send_to(peer, wire.Detokenized(message.request, self.model.detokenize(message.token_ids)))
+
+    def _counters(self) -> dict[str, int]:
+        gauges = {"now.sessions": len(self._open), "now.queue": len(self._queue)}
+        if self.requests is not None and self._scheduler is not None:
+            gauges |= {
+                "now.requests_queued": self.requests.queued,
+                "now.requests_running": self.requests.running,
+                "now.lanes_busy": self._scheduler.lanes.busy,
+                "now.batches_in_flight": self._scheduler.in_flight,
+                "credit_waits": self._scheduler.credit_waits,
+            }
+        if self.tokens is not None:
+            gauges["undelivered"] = self.tokens.undelivered
+        return {**self.counters, **gauges}
+
+    # ---- handshake
+
+    def _welcome(self, peer: bytes, hello: wire.Hello) -> None:
+        if hello.peer.encode() != peer:
+            raise ProtocolError(f"HELLO of {hello.peer!r} came over a connection of another routing id")
+        if hello.role == "upstream":
+            assert hello.facts is not None
+            check_neighbours(hello.facts, self.facts)
+            check_crossing(hello.facts, self.facts)
+            self._forget_sessions()
+            self._upstream = peer
+        elif hello.role == "ring":
+            assert hello.facts is not None
+            check_ring(self.facts, hello.facts)
+            if self._ring is not None and self.requests is not None and self._scheduler is not None:
+                # The last stage or its connection is a new one: what it had to say of batches under way is lost.
+                self.requests.lost("the ring link was made anew")
+                self._scheduler.reset()
+            self._ring = peer
+        self._peers[peer] = hello.role
+        self._peers.move_to_end(peer)
+        if len(self._peers) > MAX_PEERS:
+            oldest = next(p for p in self._peers if p not in (self._upstream, self._ring))
+            del self._peers[oldest]
+        log.info("welcome, %s %s", hello.role, hello.peer)
+        self._send_to(peer, wire.Welcome(self.stages, self.ready))
+        self._announce()
+
+    def _forget_sessions(self) -> None:
+        """A new upstream: whatever the old one had under way is over, here and behind."""
+        self._queue.clear()
+        for session, lane in list(self._open.items()):
+            message = wire.SessionClose(session, lane, "error")
+            self._send_down(message)
+            self._run_close(message)
+        if self.tokens is not None:
+            self.tokens.close_all()
+
+    def _drain_link(self, link: Link) -> None:
+        for event in link.events():
+            if event.kind is LinkEventKind.CONNECTED:
+                role = "upstream" if link is self.next_link else "ring"
+                link.send(encode(wire.Hello(role, self.facts.stage, self.facts)))
+            elif event.kind is LinkEventKind.DISCONNECTED and link is self.next_link:
+                self._lost_next(event.detail)
+            else:
+                log.warning("%s", event.detail)
+        while (incoming := link.receive()) is not None:
+            message, _ = self._decoded(incoming)
+            if link is self.next_link:
+                self._from_next(message)
+            elif isinstance(message, wire.Error):
+                raise self._refused(message, "stage 0")
+
+    def _from_next(self, message: wire.Message) -> None:
+        if isinstance(message, wire.Error):
+            if message.code == "stage_lost":
+                self._lost_next(message.message)
+                return
+            if message.retry:
+                log.warning("next stage: %s", message.message)
+                return
+            raise self._refused(message, "the next stage")
+        if isinstance(message, wire.Welcome):
+            downstream = message.stages[0]
+            check_neighbours(self.facts, downstream)
+            check_crossing(self.facts, downstream)
+            self.model.serve(downstream.wanted)
+            if message.ready:
+                self._behind = message.stages
+        elif isinstance(message, wire.Ready):
+            self._behind = message.stages
+        else:
+            raise ProtocolError(f"{type(message).__name__} from the next stage")
+        self._announce()
+
+    @staticmethod
+    def _refused(message: wire.Error, by: str) -> SkippyError:
+        error = exception_of(message)
+        return type(error)(f"{by} refused this one: {error}", code=error.code)
+
+    def _lost_next(self, why: str) -> None:
+        if self._behind:
+            log.warning("lost the stages behind: %s", why)
+        self._behind = ()
+        self._open.clear()
+        for lane in range(self.facts.lanes):
+            self.model.trim(lane, 0)
+        self._not_ready(why)
+
+    def close(self) -> None:
+        """Free what belongs to this stage alone; sockets belong to whoever made them."""
+        if self.renderer is not None:
+            self.loop.remove(self.renderer.fileno())
+            self.renderer.close()

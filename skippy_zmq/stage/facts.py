@@ -1,0 +1,93 @@
+"""What a stage says of itself at the handshake and in its READY line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from importlib import resources
+from typing import Any
+
+from skippy_zmq.errors import ModelFileError, OptionError
+from skippy_zmq.runtime.stage_model import LLAMA_CPP_BUILD, StageModel
+from skippy_zmq.sources.gguf_model import GgufModel
+from skippy_zmq.wire.limits import MAX_PAYLOAD_BYTES
+from skippy_zmq.wire.messages import StageFacts
+
+
+def architecture_name(source: GgufModel) -> str:
+    """The name under which docs/architectures.md lists a model: its architecture, and whether it has experts."""
+    experts = source.metadata.get(f"{source.architecture}.expert_count", 0)
+    return f"{source.architecture}-moe" if experts else source.architecture
+
+
+def certified_architectures() -> frozenset[str]:
+    """Architectures that were proven bit-exact (skippy_zmq/certified.json, written by ``make certify``)."""
+    text = resources.files("skippy_zmq").joinpath("certified.json").read_text(encoding="utf-8")
+    return frozenset(json.loads(text))
+
+
+def check_certified(source: GgufModel, *, uncertified: bool) -> None:
+    """Raise ModelFileError for an architecture that is not in the table, unless ``uncertified``."""
+    name = architecture_name(source)
+    if not uncertified and name not in certified_architectures():
+        raise ModelFileError(
+            f"{source.path}: architecture {name!r} has not been proven exact when split. Prove it with "
+            f"`python -m skippy_zmq.certify {source.path}`, or run it as it is with --uncertified"
+        )
+
+
+def stage_facts(model: StageModel, identity: str, stage: str, endpoint: str) -> StageFacts:
+    """Facts of an opened model. ``stage``: name and boot nonce; ``endpoint``: how others reach it."""
+    context, options, memory = model.native_context, model.options, model.memory()
+    for spec in (*model.wanted, *model.offered):
+        if spec.fixed_bytes + spec.row_bytes * context.n_ubatch > MAX_PAYLOAD_BYTES:
+            raise OptionError(
+                f"ubatch_size {context.n_ubatch}: tensor '{spec.name}' would be larger than {MAX_PAYLOAD_BYTES} bytes; "
+                f"wanted at most {(MAX_PAYLOAD_BYTES - spec.fixed_bytes) // max(1, spec.row_bytes)}"
+            )
+    return StageFacts(
+        stage=stage,
+        endpoint=endpoint,
+        build=LLAMA_CPP_BUILD,
+        model=identity,
+        model_name=model.source.path.name,
+        architecture=architecture_name(model.source),
+        layer_start=model.layers.start,
+        layer_end=model.layers.end,
+        n_layers=model.source.n_layers,
+        n_vocab=model.n_vocab,
+        lanes=options.lanes,
+        n_ctx=model.n_ctx,
+        n_batch=context.n_batch,
+        n_ubatch=context.n_ubatch,
+        cache_type_k=options.cache_type_k,
+        cache_type_v=options.cache_type_v,
+        flash_attn=options.flash_attn,
+        swa_full=options.swa_full,
+        wanted=model.wanted,
+        offered=model.offered,
+        weights_bytes=memory.weights,
+        kv_bytes=memory.kv,
+        compute_bytes=memory.compute,
+        threads=options.threads,
+    )
+
+
+def brief(facts: StageFacts) -> dict[str, Any]:
+    """Facts for people and scripts: everything but the crossing tensors."""
+    values = dataclasses.asdict(facts)
+    del values["wanted"], values["offered"]
+    return values
+
+
+def ready_line(stages: tuple[StageFacts, ...]) -> str:
+    """The line that a ready stage prints on standard output."""
+    own = stages[0]
+    values = {
+        "stage": own.stage,
+        "endpoint": own.endpoint,
+        "layers": f"{own.layer_start}:{own.layer_end}",
+        "model": own.model,
+        "stages": [brief(facts) for facts in stages],
+    }
+    return "READY " + json.dumps(values)

@@ -1,0 +1,132 @@
+"""The last stage's side of a session: choosing tokens, text, and when it is over."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from skippy_zmq.errors import SkippyError
+from skippy_zmq.runtime.sampling import SessionSampler
+from skippy_zmq.runtime.stage_model import StageModel, Tokens
+from skippy_zmq.text import TextStream
+from skippy_zmq.wire import messages as wire
+
+# Sends a message to a client; False where it cannot be delivered (gone, or it does not read).
+SendToClient = Callable[[bytes, wire.Message], bool]
+
+
+@dataclass(slots=True)
+class _Session:
+    opened: wire.SessionOpen
+    sampler: SessionSampler
+    text: TextStream
+    generated: int = 0
+    opened_at: int = field(default_factory=time.monotonic_ns)
+    first_token_at: int = 0
+
+
+class TokenSource:
+    """Samples for every session, streams to its client, and says what goes back to stage 0."""
+
+    def __init__(self, model: StageModel, send: SendToClient) -> None:
+        self._model = model
+        self._send = send
+        self._sessions: dict[str, _Session] = {}
+        self.tokens = 0
+        self.undelivered = 0
+
+    @property
+    def sessions(self) -> int:
+        return len(self._sessions)
+
+    def open(self, opened: wire.SessionOpen) -> tuple[str, str, str] | None:
+        """Begin a session; return (session, code, message) where its sampling cannot be set up."""
+        seed = opened.sampling.seed
+        try:
+            sampler = SessionSampler(self._model, opened.sampling, secrets.randbits(32) if seed is None else seed)
+            self._sessions[opened.session] = _Session(opened, sampler, TextStream(opened.stop))
+        except SkippyError as error:
+            self._fail(opened, error)
+            return opened.session, error.code, str(error)
+        return None
+
+    def close(self, session: str, reason: str) -> None:
+        """Stage 0 has ended the session: tell the client, unless the session ended here first."""
+        found = self._sessions.pop(session, None)
+        if found is not None and reason == "cancelled":
+            self._finish(found, (), found.text.finish(), "cancelled")
+
+    def close_all(self) -> None:
+        self._sessions.clear()
+
+    def fail(self, session: str, code: str, message: str) -> None:
+        found = self._sessions.pop(session, None)
+        if found is not None:
+            self._send(found.opened.client, wire.Error(code, message, found.opened.request))
+
+    def take(
+        self, rows: Sequence[wire.SessionRows], tokens: Tokens
+    ) -> tuple[list[wire.SampledToken], list[tuple[str, str, str]]]:
+        """After a batch ran: sample for the rows that ask for it. Returns tokens for stage 0 and failed sessions."""
+        sampled: list[wire.SampledToken] = []
+        failed: list[tuple[str, str, str]] = []
+        row = 0
+        for entry in rows:
+            found = self._sessions.get(entry.session)
+            first, row = row, row + entry.n_rows
+            if found is None:
+                continue  # it ended here while this batch was under way
+            try:
+                if found.generated == 0:
+                    found.sampler.accept(tokens[first:row])
+                if entry.sample:
+                    token = found.sampler.sample(row - 1)
+                    sampled.append(self._emit(found, entry.position + entry.n_rows, token))
+            except SkippyError as error:
+                del self._sessions[entry.session]
+                self._fail(found.opened, error)
+                failed.append((entry.session, error.code, str(error)))
+        return sampled, failed
+
+    def _emit(self, found: _Session, position: int, token: int) -> wire.SampledToken:
+        opened = found.opened
+        if found.generated == 0:
+            found.first_token_at = time.monotonic_ns()
+        if self._model.is_end_of_generation(token):
+            return self._end(found, position, token, (), found.text.finish(), "stop")
+        self.tokens += 1
+        found.generated += 1
+        delta = found.text.push(self._model.piece(token))
+        if delta.stopped:
+            return self._end(found, position, token, (token,), delta.text, "stop")
+        # The token itself would be run at `position`; without room for it nothing can follow.
+        if found.generated >= opened.max_tokens or position >= self._model.n_ctx:
+            return self._end(found, position, token, (token,), delta.text + found.text.finish(), "length")
+        message = wire.Tokens(opened.request, found.generated - 1, (token,), delta.text)
+        if not self._send(opened.client, message):
+            self.undelivered += 1
+            del self._sessions[opened.session]
+            return wire.SampledToken(opened.session, opened.lane, position, token, "cancelled")
+        return wire.SampledToken(opened.session, opened.lane, position, token)
+
+    def _end(
+        self, found: _Session, position: int, token: int, shown: tuple[int, ...], text: str, reason: str
+    ) -> wire.SampledToken:
+        del self._sessions[found.opened.session]
+        self._finish(found, shown, text, reason)
+        return wire.SampledToken(found.opened.session, found.opened.lane, position, token, reason)
+
+    def _finish(self, found: _Session, shown: tuple[int, ...], text: str, reason: str) -> None:
+        now = time.monotonic_ns()
+        first = found.first_token_at or now
+        timings = {"prefill_us": (first - found.opened_at) // 1000, "decode_us": (now - first) // 1000}
+        index = found.generated - len(shown)
+        if not self._send(
+            found.opened.client, wire.Tokens(found.opened.request, index, shown, text, reason, timings)
+        ):
+            self.undelivered += 1
+
+    def _fail(self, opened: wire.SessionOpen, error: SkippyError) -> None:
+        self._send(opened.client, wire.Error(error.code, str(error), opened.request))

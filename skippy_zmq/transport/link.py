@@ -1,0 +1,262 @@
+"""The two ends of a connection: a Server that peers connect to, and a Link to one peer."""
+
+from __future__ import annotations
+
+import enum
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import zmq
+
+from skippy_zmq.transport.endpoints import Endpoint, check_bind, check_connect
+from skippy_zmq.transport.frames import (
+    MAX_FRAMES,
+    Incoming,
+    PeerGone,
+    QueueFull,
+    SendableFrame,
+    SendTracker,
+    receive_frames,
+    send_frames,
+)
+from skippy_zmq.transport.ipc_path import IpcClaim
+from skippy_zmq.transport.sockets import SocketFactory, has_input, last_endpoint
+
+# libzmq gives a connection up for good after a protocol error; the Link dials again after this time.
+REDIAL_SECONDS = 1.0
+
+_WATCHED = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+)
+_EVENT = struct.Struct("=HI")
+
+
+class Server:
+    """Owns a bound ROUTER. ``endpoint`` is the real one, the port chosen by the system included.
+
+    ``warning`` is a line for the operator where the address is open to others without keys, else "".
+    """
+
+    def __init__(
+        self,
+        factory: SocketFactory,
+        endpoint: Endpoint,
+        *,
+        allow_plaintext: bool = False,
+        max_frames: int = MAX_FRAMES,
+    ) -> None:
+        """Bind; raise EndpointError where that is not possible or not safe."""
+        self._factory = factory
+        self._max_frames = max_frames + 1  # the routing id comes first
+        self._claim = IpcClaim(endpoint.path) if endpoint.transport == "ipc" else None
+        try:
+            target = check_bind(endpoint, encrypted=factory.security is not None, allow_plaintext=allow_plaintext)
+            self._socket = factory.router(target)
+            if self._claim is not None:
+                self._claim.note_bound()
+        except BaseException:
+            if self._claim is not None:
+                self._claim.release()
+            raise
+        self.warning = target.warning
+        self.endpoint = endpoint if self._claim is not None else Endpoint.parse(last_endpoint(self._socket))
+
+    @property
+    def poll_sockets(self) -> tuple[zmq.Socket[bytes], ...]:
+        return (self._socket,)
+
+    def send(self, peer: bytes, frames: Sequence[SendableFrame], *, track: bool = False) -> SendTracker:
+        """Queue a message for ``peer`` without waiting.
+
+        Raises PeerGone (nobody has that id) or QueueFull (it does not read); either way nothing of it was sent. Memory
+        of large frames may be reused only when the tracker (``track=True``) is done; small frames at once.
+        """
+        try:
+            return self._send(peer, frames, track)
+        except zmq.ZMQError:
+            has_input(self._socket)  # what it knew about the peer may have been out of date
+        try:
+            return self._send(peer, frames, track)
+        except zmq.Again as error:
+            raise QueueFull(f"{self.endpoint}: peer {_shown(peer)} does not read: its queue is full") from error
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            raise PeerGone(f"{self.endpoint}: peer {_shown(peer)} is not connected") from error
+
+    def _send(self, peer: bytes, frames: Sequence[SendableFrame], track: bool) -> SendTracker:
+        return send_frames(self._socket, (peer, *frames), track)
+
+    def receive(self) -> Incoming | None:
+        """The next message, or None when there is none."""
+        received = receive_frames(self._socket, self._max_frames)
+        if received is None:
+            return None
+        frames, excess = received
+        peer = bytes(frames[0])
+        return Incoming(peer, [], excess) if excess else Incoming(peer, frames[1:])
+
+    def close(self, drain_seconds: float = 0.0) -> None:
+        """Stop listening, free the address and close; may be called twice. See SocketFactory.close for draining."""
+        if not self._socket.closed:
+            self._factory.unbind(self._socket)
+        self._factory.discard(self._socket, drain_seconds)
+        if self._claim is not None:
+            self._claim.release()
+
+
+class LinkEventKind(enum.Enum):
+    CONNECTED = "connected"
+    DISCONNECTED = "disconnected"
+    HANDSHAKE_FAILED = "handshake failed"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEvent:
+    """What happened to a connection. DISCONNECTED: whatever was sent and not answered may not have arrived."""
+
+    kind: LinkEventKind
+    detail: str = ""
+
+
+class Link:
+    """Owns a DEALER to one peer, and what is known about that connection. It reconnects by itself, for ever.
+
+    ``connected`` is as of the last ``events``, ``send`` or ``Loop.wait``.
+    """
+
+    def __init__(
+        self,
+        factory: SocketFactory,
+        endpoint: Endpoint,
+        *,
+        routing_id: bytes,
+        server_key: bytes | None = None,
+        max_frames: int = MAX_FRAMES,
+    ) -> None:
+        """Start connecting; raise EndpointError where that can never work, OptionError for keys that do not fit."""
+        self.endpoint = endpoint
+        self.connected = False
+        self._factory = factory
+        self._max_frames = max_frames
+        self._events: deque[LinkEvent] = deque()
+        self._redial_at: float | None = None
+        target = check_connect(endpoint)
+        self._address = target.address
+        self._socket = factory.dealer(routing_id, target, server_key)
+        self._monitor = factory.monitor(self._socket, _WATCHED)
+        try:
+            self._socket.connect(self._address)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def poll_sockets(self) -> tuple[zmq.Socket[bytes], ...]:
+        return (self._socket, self._monitor)
+
+    @property
+    def redial_at(self) -> float | None:
+        """When (time.monotonic) ``redial`` is due, if at all; Loop.wait sees to it."""
+        return self._redial_at
+
+    def send(self, frames: Sequence[SendableFrame], *, track: bool = False) -> SendTracker:
+        """Queue a message without waiting; raise PeerGone (not connected) or QueueFull (the peer does not read).
+
+        A connection that is lost at this very moment shows as a DISCONNECTED event instead. Memory of large frames may be reused only when the tracker (``track=True``) is done; small frames at once.
+        """
+        if not self.connected:
+            self.refresh()
+            if not self.connected:
+                # libzmq may still take messages for a connection that it knows to be lost.
+                raise PeerGone(f"{self.endpoint} is not connected")
+        try:
+            return send_frames(self._socket, frames, track)
+        except zmq.Again:
+            has_input(self._socket)  # what it knew about the peer may have been out of date
+        try:
+            return send_frames(self._socket, frames, track)
+        except zmq.Again as error:
+            self.refresh()
+            if self.connected:
+                raise QueueFull(f"{self.endpoint} does not read: its queue is full") from error
+            raise PeerGone(f"{self.endpoint} is not connected") from error
+
+    def receive(self) -> Incoming | None:
+        """The next message, or None when there is none."""
+        received = receive_frames(self._socket, self._max_frames)
+        if received is None:
+            return None
+        frames, excess = received
+        return Incoming(b"", [], excess) if excess else Incoming(b"", frames)
+
+    @property
+    def has_events(self) -> bool:
+        """Whether ``events`` has something to say that ``send`` or ``Loop.wait`` came across."""
+        return bool(self._events)
+
+    def events(self) -> list[LinkEvent]:
+        """What happened to the connection since the last call, oldest first."""
+        self.refresh()
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def refresh(self) -> None:
+        """Take in what the monitor has to say; Loop.wait calls it when there is something."""
+        while has_input(self._monitor):
+            event, value = _EVENT.unpack(self._monitor.recv(zmq.NOBLOCK))
+            self._monitor.recv(zmq.NOBLOCK)  # the address
+            self._note(event, value)
+
+    def redial(self) -> None:
+        """Start over with a connection that libzmq has given up."""
+        self._redial_at = None
+        self._socket.disconnect(self._address)
+        self._socket.connect(self._address)
+
+    def close(self, drain_seconds: float = 0.0) -> None:
+        """Close; may be called twice. See SocketFactory.close for draining."""
+        self.connected = False
+        if not self._socket.closed:
+            self._socket.monitor(None, 0)
+        self._factory.discard(self._monitor)
+        self._factory.discard(self._socket, drain_seconds)
+
+    def _note(self, event: int, value: int) -> None:
+        if event == zmq.EVENT_CONNECT_RETRIED:
+            self._redial_at = None  # libzmq is at it
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.connected = True
+            self._redial_at = None
+            self._events.append(LinkEvent(LinkEventKind.CONNECTED))
+        else:
+            self._redial_at = time.monotonic() + REDIAL_SECONDS
+            if event != zmq.EVENT_DISCONNECTED:
+                detail = f"{self.endpoint}: {_failure(event, value)}"
+                self._events.append(LinkEvent(LinkEventKind.HANDSHAKE_FAILED, detail))
+            elif self.connected:  # a connection that never got through its handshake has been reported as such
+                self.connected = False
+                self._events.append(LinkEvent(LinkEventKind.DISCONNECTED, f"{self.endpoint}: connection lost"))
+
+
+def _failure(event: int, value: int) -> str:
+    if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        return f"the peer refused our key (status {value})"
+    if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+        if value in (zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH, zmq.PROTOCOL_ERROR_ZMTP_UNEXPECTED_COMMAND):
+            return "the two sides use different security: keys on one side only"
+        return f"the other side does not speak ZeroMQ as we do (libzmq error {value:#x})"
+    return "the peer closed the connection during the handshake: not a stage, or keys that do not fit ours"
+
+
+def _shown(peer: bytes) -> str:
+    return peer.decode() if peer.isascii() and peer.decode().isprintable() else f"0x{peer.hex()}"

@@ -1,0 +1,110 @@
+"""Waiting for whatever comes first: a message, a change of a connection, a file descriptor, a deadline, a wake-up."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from types import TracebackType
+from typing import TypeVar
+
+import zmq
+
+from skippy_zmq.transport.link import Link, Server
+
+Source = Server | Link | int
+_T = TypeVar("_T", Server, Link, int)
+
+
+class Loop:
+    """Blocks one thread on many sources. ``wake`` is the only call for other threads and signal handlers."""
+
+    def __init__(self) -> None:
+        self._poller = zmq.Poller()
+        self._sources: dict[zmq.Socket[bytes] | int, Source] = {}
+        self._links: list[Link] = []
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._poller.register(self._wake_read, zmq.POLLIN)
+        self._closed = False
+
+    def __enter__(self) -> Loop:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def wakeup_fd(self) -> int:
+        """The end of a pipe that wakes the loop when written to; fit for signal.set_wakeup_fd."""
+        return self._wake_write
+
+    def add(self, source: _T) -> _T:
+        """Wait for ``source`` too: a Server, a Link or a file descriptor to read from."""
+        for pollable in _pollables(source):
+            self._sources[pollable] = source
+            self._poller.register(pollable, zmq.POLLIN)
+        if isinstance(source, Link):
+            self._links.append(source)
+        return source
+
+    def remove(self, source: Source) -> None:
+        """Wait for ``source`` no more; to be called before it is closed."""
+        for pollable in _pollables(source):
+            del self._sources[pollable]
+            self._poller.unregister(pollable)
+        if isinstance(source, Link):
+            self._links.remove(source)
+
+    def wait(self, timeout: float | None) -> list[Source]:
+        """Sources with something to read; block for ``timeout`` seconds at most, without end for None.
+
+        The list may be empty early, after ``wake`` for one. Drain what is listed: ``receive`` until None, ``events``.
+        """
+        ready: list[Source] = [link for link in self._links if link.has_events]
+        waits = [] if timeout is None else [timeout]
+        waits += [link.redial_at - time.monotonic() for link in self._links if link.redial_at is not None]
+        wait_ms = 0 if ready else _milliseconds(min(waits)) if waits else -1
+        for pollable, _ in self._poller.poll(wait_ms):
+            if pollable == self._wake_read:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+                continue
+            source = self._sources[pollable]
+            if source not in ready:
+                ready.append(source)
+            if isinstance(source, Link):
+                source.refresh()
+        self._redial()
+        return ready
+
+    def _redial(self) -> None:
+        now = time.monotonic()
+        for link in self._links:
+            if link.redial_at is not None and link.redial_at <= now:
+                link.redial()
+
+    def wake(self) -> None:
+        """Make the present or next ``wait`` return; callable from any thread and from a signal handler."""
+        with contextlib.suppress(BlockingIOError):  # full: it will wake anyway
+            os.write(self._wake_write, b"\0")
+
+    def close(self) -> None:
+        """Give up the wake-up pipe; may be called twice. Sources stay open: they belong to whoever made them."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+
+def _pollables(source: Source) -> tuple[zmq.Socket[bytes] | int, ...]:
+    return (source,) if isinstance(source, int) else source.poll_sockets
+
+
+def _milliseconds(seconds: float) -> int:
+    # Rounded up: a wait that ends just before its deadline would be repeated.
+    return max(0, math.ceil(seconds * 1000))

@@ -1,0 +1,241 @@
+"""The one place that makes sockets: every option is set here, before any bind or connect."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+from types import TracebackType
+
+import zmq
+
+from skippy_zmq.errors import EndpointError, OptionError
+from skippy_zmq.transport.endpoints import BindTarget, ConnectTarget
+from skippy_zmq.transport.security import Security, check_public_key
+from skippy_zmq.transport.zap import ZAP_DOMAIN, Authenticator
+
+# Frames above this end the connection that announced them, before any memory is taken.
+MAX_FRAME_BYTES = 256 << 20
+# Messages queued towards one peer; credit keeps the real number far below, so reaching it means a reader that stopped.
+SEND_QUEUE_MESSAGES = 1000
+# Messages held for us per peer; small, since it times the frame limit bounds what one peer can make us store.
+RECEIVE_QUEUE_MESSAGES = 64
+
+HEARTBEAT_INTERVAL_MS = 2_000
+# A heartbeat waits behind a frame on its way: the largest usual payload must pass a slow network within this time.
+HEARTBEAT_TIMEOUT_MS = 15_000
+HANDSHAKE_TIMEOUT_MS = 10_000
+CONNECT_TIMEOUT_MS = 5_000
+RECONNECT_MS = 50
+RECONNECT_MAX_MS = 1_000
+LISTEN_BACKLOG = 128
+KEEPALIVE_IDLE_S = 30
+KEEPALIVE_INTERVAL_S = 10
+KEEPALIVE_PROBES = 3
+# How long a closing listener may take to leave its address; it is a matter of microseconds.
+UNBIND_TIMEOUT_MS = 5_000
+
+_MAX_ROUTING_ID_BYTES = 255
+_NAME = re.compile(r"[!-~]+\Z")
+
+Socket = zmq.Socket[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class SocketLimits:
+    """Limits of every socket of a factory: bytes per frame; messages queued per peer, each way."""
+
+    frame_bytes: int = MAX_FRAME_BYTES
+    send_messages: int = SEND_QUEUE_MESSAGES
+    receive_messages: int = RECEIVE_QUEUE_MESSAGES
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("frame_bytes", self.frame_bytes),
+            ("send_messages", self.send_messages),
+            ("receive_messages", self.receive_messages),
+        ):
+            if value < 1:  # 0 and -1 mean "no limit" to libzmq
+                raise OptionError(f"socket limit {name} {value}: wanted at least 1")
+
+
+def boot_nonce() -> str:
+    """A fresh text per process start, so that a restarted peer is a new peer."""
+    return secrets.token_hex(8)
+
+
+def routing_id(name: str, nonce: str) -> bytes:
+    """``<name>-<nonce>``, the id under which peers see a process; raises OptionError for names that do not fit."""
+    identity = f"{name}-{nonce}"
+    if not _NAME.match(identity) or len(identity) > _MAX_ROUTING_ID_BYTES or not name:
+        raise OptionError(
+            f"name {name!r}: wanted 1 to {_MAX_ROUTING_ID_BYTES - 1 - len(nonce)} printable ASCII characters, no spaces"
+        )
+    return identity.encode()
+
+
+class SocketFactory:
+    """Owns the ZeroMQ context, the sockets made from it, and the allow-list thread.
+
+    Sockets have LINGER 0 from birth: nothing unsent can hold up the end of the process. ``close(drain_seconds)`` is the
+    explicit way to let queued messages out first.
+    """
+
+    def __init__(
+        self, *, security: Security | None = None, limits: SocketLimits | None = None, io_threads: int = 1
+    ) -> None:
+        self.security = security
+        self.limits = limits or SocketLimits()
+        self._context: zmq.Context[Socket] = zmq.Context(io_threads)
+        self._sockets: set[Socket] = set()
+        self._authenticator: Authenticator | None = None
+        self._n_monitors = 0
+
+    def __enter__(self) -> SocketFactory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def n_open(self) -> int:
+        """Sockets made and not yet closed."""
+        return len(self._sockets)
+
+    @property
+    def refused_handshakes(self) -> int:
+        """Connections turned away because their key is not on the allow-list."""
+        return self._authenticator.refused if self._authenticator else 0
+
+    def router(self, target: BindTarget) -> Socket:
+        """A ROUTER bound to ``target``; raises EndpointError naming it."""
+        socket = self._socket(zmq.ROUTER, target.ipv6)
+        try:
+            # Messages to nobody are an error, and a peer that comes back under its id replaces its dead connection.
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            socket.setsockopt(zmq.BACKLOG, LISTEN_BACKLOG)
+            if self.security is not None:
+                if self._authenticator is None:
+                    self._authenticator = Authenticator(self._context, self.security)
+                socket.setsockopt(zmq.CURVE_SERVER, 1)
+                socket.setsockopt(zmq.CURVE_SECRETKEY, self.security.keys.secret)
+                socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+                # Without it libzmq lets everybody in when nobody answers its question.
+                socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+            socket.bind(target.address)
+        except zmq.ZMQError as error:
+            self.discard(socket)
+            raise EndpointError(f"cannot bind {target.endpoint}: {_reason(error)}") from error
+        return socket
+
+    def dealer(self, identity: bytes, target: ConnectTarget, server_key: bytes | None) -> Socket:
+        """A DEALER to ``target``, not yet connected: the caller connects once it watches the socket.
+
+        ``server_key``: public key of the peer, needed exactly where this process has keys (OptionError otherwise).
+        """
+        if (server_key is None) != (self.security is None):
+            have = (
+                "a key of the peer but no keys of this process"
+                if server_key
+                else "keys of this process but no key of the peer"
+            )
+            raise OptionError(f"connection to {target.endpoint}: {have}; wanted both or neither")
+        if not 1 <= len(identity) <= _MAX_ROUTING_ID_BYTES or identity[0] == 0:
+            raise OptionError(f"routing id {identity!r}: wanted 1 to {_MAX_ROUTING_ID_BYTES} bytes, the first not zero")
+        key = check_public_key(server_key, f"key of {target.endpoint}") if server_key is not None else None
+        socket = self._socket(zmq.DEALER, target.ipv6)
+        socket.setsockopt(zmq.ROUTING_ID, identity)
+        # Queue only towards a peer that is there; what a lost peer had not read is lost visibly, not delivered twice.
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+        if key is not None and self.security is not None:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, key)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, self.security.keys.public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self.security.keys.secret)
+        return socket
+
+    def monitor(self, socket: Socket, events: int) -> Socket:
+        """A PAIR that receives ``events`` of ``socket``; discard it before that one."""
+        self._n_monitors += 1
+        address = f"inproc://skippy.monitor.{self._n_monitors}"
+        pair = self._socket(zmq.PAIR, ipv6=False)
+        # libzmq's I/O thread would block on a full monitor, and with it every connection of the process.
+        pair.setsockopt(zmq.RCVHWM, 0)
+        socket.monitor(address, events)
+        pair.connect(address)
+        return pair
+
+    def unbind(self, socket: Socket) -> None:
+        """Stop listening, and return once the address is free; closing alone would leave that to a later moment."""
+        watch = self.monitor(socket, zmq.EVENT_CLOSED | zmq.EVENT_CLOSE_FAILED)
+        try:
+            socket.unbind(last_endpoint(socket))
+            watch.poll(UNBIND_TIMEOUT_MS)
+        except zmq.ZMQError:
+            return  # not bound any more
+        finally:
+            socket.monitor(None, 0)
+            self.discard(watch)
+
+    def discard(self, socket: Socket, drain_seconds: float = 0.0) -> None:
+        """Close ``socket``; may be called twice. Its queue lives on in the background, at most ``drain_seconds``."""
+        self._sockets.discard(socket)
+        if not socket.closed:
+            socket.close(linger=max(0, round(drain_seconds * 1000)))
+
+    def close(self, drain_seconds: float = 0.0) -> None:
+        """Close every socket and the context; may be called twice.
+
+        Returns when all queued messages were handed to the kernel, at the latest after ``drain_seconds``; a message to
+        a peer that does not read is dropped then. A peer whose own receive queue is full at that moment can still lose
+        what the kernel holds (libzmq stops reading a connection that ended): where the last message matters, wait for
+        its answer before closing.
+        """
+        for socket in list(self._sockets):
+            self.discard(socket, drain_seconds)
+        if self._authenticator is not None:
+            self._authenticator.close()
+        if not self._context.closed:
+            self._context.term()
+
+    def _socket(self, kind: int, ipv6: bool) -> Socket:
+        socket = self._context.socket(kind)
+        self._sockets.add(socket)
+        options = {
+            zmq.LINGER: 0,
+            zmq.SNDHWM: self.limits.send_messages,
+            zmq.RCVHWM: self.limits.receive_messages,
+            zmq.MAXMSGSIZE: self.limits.frame_bytes,
+            zmq.HEARTBEAT_IVL: HEARTBEAT_INTERVAL_MS,
+            zmq.HEARTBEAT_TIMEOUT: HEARTBEAT_TIMEOUT_MS,
+            zmq.HEARTBEAT_TTL: HEARTBEAT_TIMEOUT_MS,
+            zmq.HANDSHAKE_IVL: HANDSHAKE_TIMEOUT_MS,
+            zmq.TCP_KEEPALIVE: 1,
+            zmq.TCP_KEEPALIVE_IDLE: KEEPALIVE_IDLE_S,
+            zmq.TCP_KEEPALIVE_INTVL: KEEPALIVE_INTERVAL_S,
+            zmq.TCP_KEEPALIVE_CNT: KEEPALIVE_PROBES,
+            zmq.IPV6: int(ipv6),
+        }
+        for option, value in options.items():
+            socket.setsockopt(option, value)
+        return socket
+
+
+def last_endpoint(socket: Socket) -> str:
+    """The address a socket is bound to, the port chosen by the system included."""
+    return socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+
+def has_input(socket: Socket) -> bool:
+    """Whether there is something to receive; also makes libzmq look at its mailbox, as sending does rarely."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def _reason(error: zmq.ZMQError) -> str:
+    text = error.strerror or str(error)
+    return text[:1].lower() + text[1:]

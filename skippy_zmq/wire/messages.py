@@ -1,0 +1,400 @@
+"""Every message of protocol generation 1, as frozen values. No logic, no sockets; docs/protocol.md is the contract.
+
+Units: positions and counts are tokens, sizes bytes, times microseconds unless a name says otherwise. Ids of requests
+are chosen by the client, ids of sessions by stage 0; both are opaque strings.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+GENERATION = 1
+
+
+class Kind(enum.IntEnum):
+    """The second byte of every message."""
+
+    HELLO = 1
+    WELCOME = 2
+    READY = 3
+    ERROR = 4
+    PING = 5
+    PONG = 6
+    GENERATE = 10
+    CANCEL = 11
+    ACCEPTED = 12
+    TOKENS = 13
+    ACTIVATIONS = 20
+    SESSION_CLOSE = 21
+    BATCH_DONE = 22
+    BATCH_FAILED = 23
+    TOKENIZE = 30
+    TOKENIZED = 31
+    DETOKENIZE = 32
+    DETOKENIZED = 33
+    STATS = 40
+    STATS_REPLY = 41
+
+
+@dataclass(frozen=True, slots=True)
+class CrossingSpec:
+    """A tensor that crosses a boundary. For a micro-batch of n rows it has ``fixed_bytes + n * row_bytes`` bytes.
+
+    ``occurrence`` tells tensors of one name apart, in the scheduler's copy order.
+    """
+
+    name: str
+    occurrence: int
+    dtype: str
+    row_bytes: int
+    fixed_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StageFacts:
+    """What a stage is; neighbours compare these at the handshake."""
+
+    stage: str  # "<name>-<boot nonce>": a restarted stage is a new peer
+    endpoint: str  # where peers and clients reach it
+    build: str  # llama.cpp pin and library version
+    model: str  # identity by content, hex
+    model_name: str
+    architecture: str
+    layer_start: int
+    layer_end: int
+    n_layers: int
+    n_vocab: int
+    lanes: int
+    n_ctx: int  # cells per lane
+    n_batch: int
+    n_ubatch: int
+    cache_type_k: str
+    cache_type_v: str
+    flash_attn: str
+    swa_full: bool
+    wanted: tuple[CrossingSpec, ...] = ()
+    offered: tuple[CrossingSpec, ...] = ()
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    compute_bytes: int = 0
+    threads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message of every connection.
+
+    ``role``: "upstream" (the previous stage), "ring" (the last stage, at stage 0) or "client".
+    ``facts``: the sender's where it is a stage, None where it is a client.
+    """
+
+    kind: ClassVar[Kind] = Kind.HELLO
+    role: str
+    peer: str
+    facts: StageFacts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The peer is accepted. ``stages``: facts of this stage and, once known, of all behind it, in layer order."""
+
+    kind: ClassVar[Kind] = Kind.WELCOME
+    stages: tuple[StageFacts, ...]
+    ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The sender and every stage behind it are ready. ``stages``: theirs, in layer order."""
+
+    kind: ClassVar[Kind] = Kind.READY
+    stages: tuple[StageFacts, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """``code`` is one of limits.ERROR_CODES; ``retry`` says whether the same message may succeed later."""
+
+    kind: ClassVar[Kind] = Kind.ERROR
+    code: str
+    message: str
+    request: str = ""
+    retry: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    kind: ClassVar[Kind] = Kind.PING
+    nonce: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    kind: ClassVar[Kind] = Kind.PONG
+    nonce: int
+    ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen; names, meanings and defaults are llama.cpp's, except temperature 0 = greedy by default.
+
+    ``seed`` None: a fresh random one per request. ``logit_bias``: (token id, bias) pairs.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    typical_p: float = 1.0
+    top_n_sigma: float = -1.0
+    repeat_last_n: int = 64
+    repeat_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = 64
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: str = ""
+    ignore_eos: bool = False
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """A request: exactly one of ``prompt``, ``messages`` and ``token_ids`` is set. Client to stage 0.
+
+    ``timeout_ms``: the whole request, queueing included; 0 = the stage's own limit.
+    """
+
+    kind: ClassVar[Kind] = Kind.GENERATE
+    request: str
+    max_tokens: int
+    prompt: str | None = None
+    messages: tuple[ChatMessage, ...] | None = None
+    token_ids: tuple[int, ...] | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop: tuple[str, ...] = ()
+    timeout_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    kind: ClassVar[Kind] = Kind.CANCEL
+    request: str
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """Stage 0 to client: the request has a lane, its prompt is this."""
+
+    kind: ClassVar[Kind] = Kind.ACCEPTED
+    request: str
+    prompt_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Last stage to client. ``index``: number of tokens sent before these, so that a gap shows.
+
+    ``finish_reason``: "" while running, then "stop", "length" or "cancelled". ``text`` is whole characters, without any
+    part of a stop string. ``timings`` (last message only): microseconds by name.
+    """
+
+    kind: ClassVar[Kind] = Kind.TOKENS
+    request: str
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str = ""
+    timings: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOpen:
+    """Travels with the first rows of a session down to the last stage, which samples for it."""
+
+    session: str
+    lane: int
+    request: str
+    client: bytes  # routing id of the client at the last stage
+    n_prompt: int
+    max_tokens: int
+    sampling: SamplingParams
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRows:
+    """``n_rows`` consecutive rows of a batch belong to ``session`` on ``lane``, from ``position`` on.
+
+    ``sample``: a token is to be chosen after the last of them.
+    """
+
+    session: str
+    lane: int
+    position: int
+    n_rows: int
+    sample: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDescriptor:
+    """One payload frame: which crossing tensor, of which micro-batch, and its exact layout (shape innermost first)."""
+
+    name: str
+    occurrence: int
+    micro_batch: int
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """A batch on its way down the ring. ``tokens``: int32 little-endian ids of all rows, in the order of ``rows``."""
+
+    kind: ClassVar[Kind] = Kind.ACTIVATIONS
+    batch: int  # rises by one per batch of stage 0
+    producer: str
+    layer_start: int
+    layer_end: int
+    phase: str  # "prefill" | "decode" | "mixed"
+    rows: tuple[SessionRows, ...]
+    tokens: bytes
+    tensors: tuple[TensorDescriptor, ...]
+    opens: tuple[SessionOpen, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SessionClose:
+    """Stage 0 down the ring: the session is over, its lane may be reused.
+
+    ``reason``: "done" | "cancelled" | "error".
+    """
+
+    kind: ClassVar[Kind] = Kind.SESSION_CLOSE
+    session: str
+    lane: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """``position`` is where the token goes when it is fed back. ``finish_reason`` non-empty: the session is over."""
+
+    session: str
+    lane: int
+    position: int
+    token: int
+    finish_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDone:
+    """Last stage to stage 0: batch ``batch`` has left the ring; its tokens, and the sessions that failed in it."""
+
+    kind: ClassVar[Kind] = Kind.BATCH_DONE
+    batch: int
+    tokens: tuple[SampledToken, ...] = ()
+    failed: tuple[tuple[str, str, str], ...] = ()  # (session, error code, message)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFailed:
+    """A stage could not run batch ``batch``: sent down the ring in the batch's place, so that only its sessions end."""
+
+    kind: ClassVar[Kind] = Kind.BATCH_FAILED
+    batch: int
+    sessions: tuple[str, ...]
+    opens: tuple[SessionOpen, ...]
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenize:
+    kind: ClassVar[Kind] = Kind.TOKENIZE
+    request: str
+    text: str
+    add_special: bool = True
+    parse_special: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    kind: ClassVar[Kind] = Kind.TOKENIZED
+    request: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Detokenize:
+    kind: ClassVar[Kind] = Kind.DETOKENIZE
+    request: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Detokenized:
+    kind: ClassVar[Kind] = Kind.DETOKENIZED
+    request: str
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    kind: ClassVar[Kind] = Kind.STATS
+    request: str
+
+
+@dataclass(frozen=True, slots=True)
+class StatsReply:
+    """``counters``: integers by dotted name, monotonic since start unless docs/protocol.md says gauge."""
+
+    kind: ClassVar[Kind] = Kind.STATS_REPLY
+    request: str
+    facts: StageFacts
+    counters: Mapping[str, int]
+
+
+Message = (
+    Hello
+    | Welcome
+    | Ready
+    | Error
+    | Ping
+    | Pong
+    | Generate
+    | Cancel
+    | Accepted
+    | Tokens
+    | Activations
+    | SessionClose
+    | BatchDone
+    | BatchFailed
+    | Tokenize
+    | Tokenized
+    | Detokenize
+    | Detokenized
+    | Stats
+    | StatsReply
+)
+MESSAGE_TYPES: dict[Kind, Any] = {t.kind: t for t in Message.__args__}

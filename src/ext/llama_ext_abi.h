@@ -1,0 +1,17 @@
+// The few functions that libllama exports beyond llama.h (its llama-ext.h, C++ linkage, not installed); see
+// third_party/llama.cpp/README.md.
+#pragma once
+
+#include "llama.h"
+
+#include <cstddef>
+#include <map>
+
+struct llama_memory_breakdown_data {
+    size_t model = 0;   // bytes of weights
+    size_t context = 0; // bytes of KV cache
+    size_t compute = 0; // bytes of temporary buffers
+};
+using llama_memory_breakdown = std::map<ggml_backend_buffer_type_t, llama_memory_breakdown_data>;
+
+LLAMA_API llama_memory_breakdown llama_get_memory_breakdown(const llama_context *context);

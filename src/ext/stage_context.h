@@ -1,0 +1,125 @@
+// The lanes of a stage: one KV stream each, run batch by batch.
+#pragma once
+
+#include "crossing.h"
+#include "stage_model.h"
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace skippy {
+
+// llama.cpp's own meanings (llama_context_params); n_ctx is per lane here.
+struct ContextOptions {
+    int n_ctx = 0; // tokens a lane can hold; 0: what the model was trained with
+    int lanes = 1;
+    int n_batch = 2048;
+    int n_ubatch = 512;
+    int threads = 1, threads_batch = 1;
+    std::string cache_type_k = "f16", cache_type_v = "f16";
+    int flash_attn = 1; // 1 on, 0 off, -1 auto
+    bool swa_full = true;
+    bool kv_offload = true;
+    bool op_offload = true;
+    int max_outputs = 0; // rows of a batch whose logits can be asked for; 0: n_batch
+};
+
+// `n_rows` consecutive rows of a batch: `lane` from `position` on.
+struct LaneRows {
+    int lane, position, n_rows;
+};
+
+// Bytes for n rows of a micro-batch: fixed_bytes + n * row_bytes.
+struct CrossingSpec {
+    CrossingKey key;
+    ggml_type type;
+    uint64_t row_bytes, fixed_bytes;
+};
+
+struct MicroBatchTensor {
+    int micro_batch;
+    CrossingTensor info;
+    const uint8_t *data;              // arriving: owned by the caller
+    std::unique_ptr<uint8_t[]> bytes; // leaving: owned here
+};
+
+// Rows [first_row, first_row + n_rows) of a batch that llama.cpp runs as one graph.
+struct MicroBatch {
+    size_t first_rows_index; // into the list of LaneRows
+    size_t n_lanes;
+    int first_row, n_rows;
+};
+
+class StageContext {
+  public:
+    // Throws std::runtime_error (one line) where llama.cpp refuses.
+    StageContext(StageModel &model, const ContextOptions &options);
+    ~StageContext();
+    StageContext(const StageContext &) = delete;
+    StageContext &operator=(const StageContext &) = delete;
+
+    // How a batch is run: consecutive entries with rising consecutive lanes and equal row counts go together, so that
+    // llama.cpp makes exactly one micro-batch of each. The same on every stage.
+    std::vector<MicroBatch> micro_batches(const std::vector<LaneRows> &rows) const;
+
+    // Runs a batch. `tokens`: ids of all rows. `outputs`: rows (sorted) whose logits are wanted; last stage only.
+    // A lane whose KV is ahead of its position is trimmed first. Throws std::invalid_argument before anything changed,
+    // std::runtime_error after a failed run, whose lanes then stand at the positions they were called with (or, where
+    // the model cannot be trimmed, at 0).
+    std::vector<MicroBatchTensor> run(const std::vector<LaneRows> &rows, const std::vector<int32_t> &tokens,
+                                      const std::vector<int32_t> &outputs, std::vector<MicroBatchTensor> arriving);
+
+    // Logits of row `row` of the last run, n_vocab floats, valid until the next run.
+    const float *logits(int row) const;
+
+    // What this stage asks from upstream and can give downstream, found by dry runs when it was opened.
+    const std::vector<CrossingSpec> &wanted() const { return wanted_; }
+    const std::vector<CrossingSpec> &offered() const { return offered_; }
+    // What downstream asks for; exactly this is given from now on. Throws where it is not on offer.
+    void serve(const std::vector<CrossingKey> &keys);
+
+    // Removes the tokens of `lane` from `position` on. Throws where the model cannot forget part of a lane.
+    void trim(int lane, int position);
+    int position(int lane) const { return positions_.at(static_cast<size_t>(lane)); }
+    bool can_trim() const { return can_trim_; }
+
+    int n_ctx() const { return n_ctx_; }
+    int n_batch() const { return static_cast<int>(llama_n_batch(context_)); }
+    int n_ubatch() const { return static_cast<int>(llama_n_ubatch(context_)); }
+    const ContextOptions &options() const { return options_; }
+    llama_context *handle() const { return context_; }
+    StageModel &model() const { return model_; }
+
+    struct Memory {
+        uint64_t weights, kv, compute; // bytes in this stage's own buffers
+    };
+    Memory memory() const;
+
+  private:
+    void check(const std::vector<LaneRows> &rows, const std::vector<int32_t> &tokens,
+               const std::vector<int32_t> &outputs) const;
+    void check_arriving(const std::vector<MicroBatch> &batches, const std::vector<MicroBatchTensor> &arriving) const;
+    int decode(const std::vector<LaneRows> &rows, const MicroBatch &batch, const std::vector<int32_t> &tokens,
+               const std::vector<int32_t> &outputs);
+    void keep_logits(const MicroBatch &batch, const std::vector<int32_t> &outputs, bool copy);
+    void restore(const std::vector<LaneRows> &rows);
+    void find_crossing();
+    void dry_run(int lanes, int rows_per_lane);
+
+    StageModel &model_;
+    ContextOptions options_;
+    llama_context *context_ = nullptr;
+    int n_ctx_ = 0, n_vocab_ = 0;
+    bool can_trim_ = true;
+    std::vector<int> positions_; // per lane: tokens held
+    std::vector<CrossingSpec> wanted_, offered_;
+    std::vector<CrossingKey> served_;
+    // Row -> logits: into llama.cpp's buffer for the last micro-batch of a run, into kept_ for those before.
+    std::vector<std::pair<int, const float *>> logits_;
+    std::vector<std::unique_ptr<float[]>> kept_;
+    std::atomic<bool> busy_{false};
+};
+
+} // namespace skippy

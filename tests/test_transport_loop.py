@@ -1,0 +1,167 @@
+"""One wait for everything: messages, events, descriptors, deadlines, wake-ups."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+from transport_helpers import PATIENCE, Transport
+
+from skippy_zmq.transport import LinkEventKind, Loop
+
+pytest_plugins = ("transport_fixtures",)
+
+
+def test_wait_ends_at_its_deadline(transport: Transport) -> None:
+    transport.server()
+    assert transport.loop.wait(0) == []
+    assert transport.loop.wait(0.001) == []
+
+
+def test_wake_from_another_thread(leak_check: None) -> None:
+    with Loop() as loop:
+        waker = threading.Thread(target=loop.wake)
+        waker.start()
+        assert loop.wait(None) == []
+        waker.join()
+        loop.wake()
+        loop.wake()
+        assert loop.wait(None) == []
+        assert loop.wait(0) == []
+
+
+def test_many_wakes_neither_block_nor_pile_up(leak_check: None) -> None:
+    with Loop() as loop:
+        for _ in range(200_000):
+            loop.wake()
+        assert loop.wait(None) == []
+
+
+def test_signal_handler_ends_a_wait() -> None:
+    """A signal that arrives while the loop blocks without end is acted upon at once."""
+    script = """
+import signal
+from skippy_zmq.transport import Loop
+stop = []
+with Loop() as loop:
+    signal.signal(signal.SIGTERM, lambda *_: (stop.append(1), loop.wake()))
+    print("waiting", flush=True)
+    while not stop:
+        loop.wait(None)
+print("stopped", flush=True)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waiting\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=PATIENCE) == ("stopped\n", None)
+    assert process.returncode == 0
+
+
+def test_wakeup_fd(leak_check: None) -> None:
+    with Loop() as loop:
+        os.write(loop.wakeup_fd, b"\x0f")
+        assert loop.wait(None) == []
+        assert not os.get_blocking(loop.wakeup_fd)
+
+
+def test_many_sources_at_once(transport: Transport) -> None:
+    servers = [transport.server() for _ in range(3)]
+    links = [transport.connected(transport.link(server.endpoint)) for server in servers]
+    left, right = socket.socketpair()
+    with left, right:
+        transport.loop.add(right.fileno())
+        for link in links:
+            link.send([b"hello"])
+        left.send(b"x")
+        waiting = {*servers, right.fileno()}
+        while waiting:
+            for source in transport.loop.wait(PATIENCE):
+                waiting.discard(source)
+                if source == right.fileno():
+                    assert right.recv(10) == b"x"
+                elif source in servers:
+                    assert source.receive().frames == [b"hello"]
+                    assert source.receive() is None
+        transport.loop.remove(right.fileno())
+        assert transport.loop.wait(0) == []
+
+
+def test_unread_messages_stay_ready(transport: Transport) -> None:
+    """Sending consumes libzmq's own notice of what has arrived; the loop must not go to sleep over it."""
+    server = transport.server()
+    link = transport.connected(transport.link(server.endpoint, routing_id=b"peer"))
+    transport.exchange(link, server)
+    link.send([b"one"])
+    link.send([b"two"])
+    transport.until(lambda: server in transport.loop.wait(PATIENCE) or None)
+    for _ in range(500):
+        server.send(b"peer", [b"token"])
+    seen = []
+    while len(seen) < 2:
+        assert server in transport.loop.wait(None)
+        message = server.receive()
+        if message is not None:
+            seen.append(message.frames)
+    assert seen == [[b"one"], [b"two"]]
+
+
+def test_events_found_while_sending_are_reported(transport: Transport) -> None:
+    server = transport.server()
+    link = transport.connected(transport.link(server.endpoint))
+    transport.drop(server)
+
+    def lost() -> bool:
+        link.refresh()
+        return link.has_events
+
+    transport.until(lost)
+    assert transport.loop.wait(None) == [link]
+    assert [event.kind for event in link.events()] == [LinkEventKind.DISCONNECTED]
+
+
+def test_removed_sources_are_not_reported(transport: Transport) -> None:
+    server = transport.server()
+    link = transport.connected(transport.link(server.endpoint))
+    transport.loop.remove(server)
+    link.send([b"hello"])
+    with Loop() as other:
+        other.add(server)
+        assert other.wait(PATIENCE) == [server]
+        other.remove(server)
+    assert transport.loop.wait(0) == []
+    transport.loop.add(server)
+    assert transport.message(server).frames == [b"hello"]
+
+
+def test_peer_that_speaks_something_else_is_reported_and_dialled_again(transport: Transport) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        transport.loop.add(listener.fileno())
+
+        def accept() -> socket.socket | None:
+            with contextlib.suppress(BlockingIOError):
+                return listener.accept()[0]
+            return None
+
+        link = transport.link(f"127.0.0.1:{listener.getsockname()[1]}")
+        for _ in range(2):
+            with transport.until(accept) as connection:
+                connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NOSUCH".ljust(52, b"\0"))
+                event = transport.event(link, LinkEventKind.HANDSHAKE_FAILED)
+        assert str(link.endpoint) in event.detail
+        assert not link.connected
+        transport.loop.remove(listener.fileno())
+
+
+@pytest.mark.parametrize("n_closes", [1, 2])
+def test_close_is_idempotent(leak_check: None, n_closes: int) -> None:
+    loop = Loop()
+    for _ in range(n_closes):
+        loop.close()
