@@ -1,0 +1,68 @@
+# One virtual environment, made on first use. PYTHON chooses the interpreter, CMAKE_ARGS llama.cpp's back end
+# (for example CMAKE_ARGS="-DGGML_CUDA=on" make demo).
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+LLAMA_CPP_PYTHON := llama-cpp-python==0.3.36
+NATIVE_SOURCES := $(wildcard src/ext/*) CMakeLists.txt $(wildcard third_party/llama.cpp/*.cmake) pyproject.toml
+
+.PHONY: help demo test test-models lint format bench certify stubs clean
+help:
+	@echo "make demo         fetch a small model, split it in two, ask it something"
+	@echo "make test         all tests, a real model included"
+	@echo "make test-models  tests with further real models (downloads about 250 MB once)"
+	@echo "make lint         format, types, imports"
+	@echo "make bench        benchmarks"
+	@echo "make certify MODELS=DIR   prove architectures exact, write docs/architectures.md"
+
+$(VENV)/.python:
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --upgrade pip
+	@touch $@
+
+# llama.cpp is compiled here, once; pip keeps the wheel. -v shows the compiler at work.
+$(VENV)/.llama: $(VENV)/.python
+	@echo "== installing $(LLAMA_CPP_PYTHON) (compiles llama.cpp the first time: several minutes) =="
+	@$(PY) -m pip install -v $(LLAMA_CPP_PYTHON) 2>&1 | $(PY) scripts/install_progress.py
+	@touch $@
+
+$(VENV)/.package: $(VENV)/.llama $(NATIVE_SOURCES)
+	@echo "== installing skippy-zmq =="
+	$(PY) -m pip install --quiet "scikit-build-core>=0.10" "nanobind>=2.4" "cmake>=3.26" "ninja>=1.11"
+	$(PY) -m pip install --quiet --no-build-isolation --config-settings=editable.mode=redirect -e ".[dev]"
+	@touch $@
+
+demo: $(VENV)/.package
+	$(PY) -m skippy_zmq.demo
+
+test: $(VENV)/.package
+	$(PY) -m pytest -m "not test_models"
+
+test-models: $(VENV)/.package
+	$(PY) -m pytest -m test_models
+
+lint: $(VENV)/.package
+	$(PY) -m ruff format --check skippy_zmq tests bench scripts
+	$(PY) -m ruff check skippy_zmq tests bench scripts
+	$(PY) -m mypy
+	$(VENV)/bin/clang-format --dry-run --Werror src/ext/*.cpp src/ext/*.h
+	$(VENV)/bin/lint-imports
+	$(PY) scripts/stubs.py --check
+
+format: $(VENV)/.package
+	$(PY) -m ruff format skippy_zmq tests bench scripts
+	$(PY) -m ruff check --fix skippy_zmq tests bench scripts
+	$(VENV)/bin/clang-format -i src/ext/*.cpp src/ext/*.h
+
+stubs: $(VENV)/.package
+	$(PY) scripts/stubs.py
+
+bench: $(VENV)/.package
+	$(PY) -m pytest bench -p no:cacheprovider
+
+certify: $(VENV)/.package
+	@test -n "$(MODELS)" || { echo "give the models: make certify MODELS=DIR"; exit 2; }
+	$(PY) -m skippy_zmq.certify $(MODELS) --table docs/architectures.md --names skippy_zmq/certified.json
+
+clean:
+	rm -rf $(VENV) build
