@@ -119,7 +119,7 @@ def test_events_found_while_sending_are_reported(transport: Transport) -> None:
 
     def lost() -> bool:
         link.refresh()
-        return link.has_events
+        return link.pending
 
     transport.until(lost)
     assert transport.loop.wait(None) == [link]

@@ -25,8 +25,9 @@ from skippy_zmq.transport.frames import (
 from skippy_zmq.transport.ipc_path import IpcClaim
 from skippy_zmq.transport.sockets import SocketFactory, has_input, last_endpoint
 
-# libzmq gives a connection up for good after a protocol error; the Link dials again after this time.
-REDIAL_SECONDS = 1.0
+# A lost or refused connection is dialled again after the first time, then after twice as long each, up to the last.
+REDIAL_SECONDS = 0.05
+REDIAL_MAX_SECONDS = 1.0
 
 _WATCHED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -66,6 +67,7 @@ class Server:
             if self._claim is not None:
                 self._claim.release()
             raise
+        factory.adopt(self)
         self.warning = target.warning
         self.endpoint = endpoint if self._claim is not None else Endpoint.parse(last_endpoint(self._socket))
 
@@ -111,6 +113,7 @@ class Server:
         self._factory.discard(self._socket, drain_seconds)
         if self._claim is not None:
             self._claim.release()
+        self._factory.release(self)
 
 
 class LinkEventKind(enum.Enum):
@@ -128,8 +131,10 @@ class LinkEvent:
 
 
 class Link:
-    """Owns a DEALER to one peer, and what is known about that connection. It reconnects by itself, for ever.
+    """Owns a DEALER to one peer, and what is known about that connection; inside a Loop it is dialled again for ever.
 
+    Every connection starts empty: what was queued for a lost one is dropped, never delivered to the next. What had
+    arrived can still be received. (IMMEDIATE=1, libzmq's way to the former, drops what has arrived as well.)
     ``connected`` is as of the last ``events``, ``send`` or ``Loop.wait``.
     """
 
@@ -148,11 +153,14 @@ class Link:
         self._factory = factory
         self._max_frames = max_frames
         self._events: deque[LinkEvent] = deque()
+        self._inbox: deque[Incoming] = deque()
         self._redial_at: float | None = None
+        self._redial_seconds = REDIAL_SECONDS
         target = check_connect(endpoint)
         self._address = target.address
         self._socket = factory.dealer(routing_id, target, server_key)
         self._monitor = factory.monitor(self._socket, _WATCHED)
+        factory.adopt(self)
         try:
             self._socket.connect(self._address)
         except BaseException:
@@ -171,12 +179,12 @@ class Link:
     def send(self, frames: Sequence[SendableFrame], *, track: bool = False) -> SendTracker:
         """Queue a message without waiting; raise PeerGone (not connected) or QueueFull (the peer does not read).
 
-        A connection that is lost at this very moment shows as a DISCONNECTED event instead. Memory of large frames may be reused only when the tracker (``track=True``) is done; small frames at once.
+        A connection that is lost at this very moment shows as a DISCONNECTED event instead. Memory of large frames may
+        be reused only when the tracker (``track=True``) is done; small frames at once.
         """
         if not self.connected:
             self.refresh()
             if not self.connected:
-                # libzmq may still take messages for a connection that it knows to be lost.
                 raise PeerGone(f"{self.endpoint} is not connected")
         try:
             return send_frames(self._socket, frames, track)
@@ -191,7 +199,12 @@ class Link:
             raise PeerGone(f"{self.endpoint} is not connected") from error
 
     def receive(self) -> Incoming | None:
-        """The next message, or None when there is none."""
+        """The next message, or None when there is none. Ask before ``events``: it came before the loss they report."""
+        if self._inbox:
+            return self._inbox.popleft()
+        return self._receive()
+
+    def _receive(self) -> Incoming | None:
         received = receive_frames(self._socket, self._max_frames)
         if received is None:
             return None
@@ -199,9 +212,9 @@ class Link:
         return Incoming(b"", [], excess) if excess else Incoming(b"", frames)
 
     @property
-    def has_events(self) -> bool:
-        """Whether ``events`` has something to say that ``send`` or ``Loop.wait`` came across."""
-        return bool(self._events)
+    def pending(self) -> bool:
+        """Whether there is an event or a message that no longer shows on the sockets."""
+        return bool(self._events or self._inbox)
 
     def events(self) -> list[LinkEvent]:
         """What happened to the connection since the last call, oldest first."""
@@ -218,34 +231,41 @@ class Link:
             self._note(event, value)
 
     def redial(self) -> None:
-        """Start over with a connection that libzmq has given up."""
+        """Give up what is left of the last connection and start a new one."""
         self._redial_at = None
+        while (message := self._receive()) is not None:  # at most RECEIVE_QUEUE_MESSAGES
+            self._inbox.append(message)
         self._socket.disconnect(self._address)
         self._socket.connect(self._address)
 
     def close(self, drain_seconds: float = 0.0) -> None:
         """Close; may be called twice. See SocketFactory.close for draining."""
-        self.connected = False
         if not self._socket.closed:
+            self.refresh()
             self._socket.monitor(None, 0)
         self._factory.discard(self._monitor)
-        self._factory.discard(self._socket, drain_seconds)
+        # Without a connection there is nobody to drain to.
+        self._factory.discard(self._socket, drain_seconds if self.connected else 0.0)
+        self._factory.release(self)
+        self.connected = False
 
     def _note(self, event: int, value: int) -> None:
-        if event == zmq.EVENT_CONNECT_RETRIED:
-            self._redial_at = None  # libzmq is at it
-        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.connected = True
             self._redial_at = None
+            self._redial_seconds = REDIAL_SECONDS
             self._events.append(LinkEvent(LinkEventKind.CONNECTED))
-        else:
-            self._redial_at = time.monotonic() + REDIAL_SECONDS
-            if event != zmq.EVENT_DISCONNECTED:
-                detail = f"{self.endpoint}: {_failure(event, value)}"
-                self._events.append(LinkEvent(LinkEventKind.HANDSHAKE_FAILED, detail))
-            elif self.connected:  # a connection that never got through its handshake has been reported as such
-                self.connected = False
+            return
+        if self._redial_at is None:  # one failure comes as several events
+            self._redial_at = time.monotonic() + self._redial_seconds
+            self._redial_seconds = min(2 * self._redial_seconds, REDIAL_MAX_SECONDS)
+        if event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CONNECT_RETRIED):
+            if self.connected:  # a connection that never got through its handshake has been reported as such
                 self._events.append(LinkEvent(LinkEventKind.DISCONNECTED, f"{self.endpoint}: connection lost"))
+            self.connected = False
+        else:
+            detail = f"{self.endpoint}: {_failure(event, value)}"
+            self._events.append(LinkEvent(LinkEventKind.HANDSHAKE_FAILED, detail))
 
 
 def _failure(event: int, value: int) -> str:

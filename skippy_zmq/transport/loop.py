@@ -65,7 +65,7 @@ class Loop:
 
         The list may be empty early, after ``wake`` for one. Drain what is listed: ``receive`` until None, ``events``.
         """
-        ready: list[Source] = [link for link in self._links if link.has_events]
+        ready: list[Source] = [link for link in self._links if link.pending]
         waits = [] if timeout is None else [timeout]
         waits += [link.redial_at - time.monotonic() for link in self._links if link.redial_at is not None]
         wait_ms = 0 if ready else _milliseconds(min(waits)) if waits else -1

@@ -6,6 +6,7 @@ import re
 import secrets
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Protocol
 
 import zmq
 
@@ -26,8 +27,8 @@ HEARTBEAT_INTERVAL_MS = 2_000
 HEARTBEAT_TIMEOUT_MS = 15_000
 HANDSHAKE_TIMEOUT_MS = 10_000
 CONNECT_TIMEOUT_MS = 5_000
-RECONNECT_MS = 50
-RECONNECT_MAX_MS = 1_000
+# Links dial again themselves (see Link); libzmq's own attempt would deliver the old queue to a restarted peer.
+RECONNECT_NEVER_MS = 24 * 3_600_000
 LISTEN_BACKLOG = 128
 KEEPALIVE_IDLE_S = 30
 KEEPALIVE_INTERVAL_S = 10
@@ -74,6 +75,12 @@ def routing_id(name: str, nonce: str) -> bytes:
     return identity.encode()
 
 
+class Owner(Protocol):
+    """Who holds sockets of a factory and knows what else to undo when they close."""
+
+    def close(self, drain_seconds: float = 0.0) -> None: ...
+
+
 class SocketFactory:
     """Owns the ZeroMQ context, the sockets made from it, and the allow-list thread.
 
@@ -88,6 +95,7 @@ class SocketFactory:
         self.limits = limits or SocketLimits()
         self._context: zmq.Context[Socket] = zmq.Context(io_threads)
         self._sockets: set[Socket] = set()
+        self._owners: set[Owner] = set()
         self._authenticator: Authenticator | None = None
         self._n_monitors = 0
 
@@ -108,6 +116,14 @@ class SocketFactory:
     def refused_handshakes(self) -> int:
         """Connections turned away because their key is not on the allow-list."""
         return self._authenticator.refused if self._authenticator else 0
+
+    def adopt(self, owner: Owner) -> None:
+        """Remember to close ``owner``."""
+        self._owners.add(owner)
+
+    def release(self, owner: Owner) -> None:
+        """``owner`` has closed."""
+        self._owners.discard(owner)
 
     def router(self, target: BindTarget) -> Socket:
         """A ROUTER bound to ``target``; raises EndpointError naming it."""
@@ -148,10 +164,7 @@ class SocketFactory:
         key = check_public_key(server_key, f"key of {target.endpoint}") if server_key is not None else None
         socket = self._socket(zmq.DEALER, target.ipv6)
         socket.setsockopt(zmq.ROUTING_ID, identity)
-        # Queue only towards a peer that is there; what a lost peer had not read is lost visibly, not delivered twice.
-        socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_NEVER_MS)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
         if key is not None and self.security is not None:
             socket.setsockopt(zmq.CURVE_SERVERKEY, key)
@@ -189,13 +202,15 @@ class SocketFactory:
             socket.close(linger=max(0, round(drain_seconds * 1000)))
 
     def close(self, drain_seconds: float = 0.0) -> None:
-        """Close every socket and the context; may be called twice.
+        """Close every server, link and socket, and the context; may be called twice.
 
         Returns when all queued messages were handed to the kernel, at the latest after ``drain_seconds``; a message to
         a peer that does not read is dropped then. A peer whose own receive queue is full at that moment can still lose
         what the kernel holds (libzmq stops reading a connection that ended): where the last message matters, wait for
         its answer before closing.
         """
+        for owner in list(self._owners):
+            owner.close(drain_seconds)
         for socket in list(self._sockets):
             self.discard(socket, drain_seconds)
         if self._authenticator is not None:
