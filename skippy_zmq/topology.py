@@ -40,7 +40,9 @@ class LayerRange:
     def within(self, n_layers: int) -> LayerRange:
         """Return self; raise OptionError where the model has fewer layers."""
         if self.end > n_layers:
-            raise OptionError(f"layer range {self}: the model has {n_layers} layers, so the end can be at most {n_layers}")
+            raise OptionError(
+                f"layer range {self}: the model has {n_layers} layers, so the end can be at most {n_layers}"
+            )
         return self
 
 

@@ -28,14 +28,18 @@ def available_cores() -> int:
 
 
 class StageOptions(BaseModel):
-    """Everything that can be set about how a stage loads and runs its layers. Field names are the config file's keys."""
+    """What can be set about how a stage loads and runs its layers; the config file's keys are its fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    ctx_size: int = Field(4096, ge=0, le=2**30, description="tokens a lane can hold; 0: what the model was trained with")
+    ctx_size: int = Field(
+        4096, ge=0, le=2**30, description="tokens a lane can hold; 0: what the model was trained with"
+    )
     lanes: int = Field(4, ge=1, le=MAX_LANES, description="sessions that can run at once (llama.cpp: --parallel)")
     batch_size: int = Field(2048, ge=1, le=1 << 20, description="most rows of one batch")
-    ubatch_size: int = Field(512, ge=1, le=MAX_BATCH_ROWS, description="most rows computed at once; also the largest prefill chunk")
+    ubatch_size: int = Field(
+        512, ge=1, le=MAX_BATCH_ROWS, description="most rows computed at once; also the largest prefill chunk"
+    )
     threads: int = Field(
         default_factory=available_cores, ge=1, le=1024, description="threads for decode steps (default: all cores)"
     )
@@ -45,14 +49,20 @@ class StageOptions(BaseModel):
     flash_attn: Literal["on", "off", "auto"] = Field(
         "on", description="flash attention; off or auto may make a session's bits depend on batch sizes"
     )
-    swa_full: bool = Field(True, description="full-size cache for sliding-window layers; without it lanes cannot be trimmed")
+    swa_full: bool = Field(
+        True, description="full-size cache for sliding-window layers; without it lanes cannot be trimmed"
+    )
     kv_offload: bool = Field(True, description="keep KV caches where their layers are")
     op_offload: bool = Field(True, description="let a GPU run large operations on weights in host memory")
-    n_gpu_layers: int = Field(-1, ge=-1, description="this stage's layers on GPUs, from its last one; -1: all, if any GPU")
+    n_gpu_layers: int = Field(
+        -1, ge=-1, description="this stage's layers on GPUs, from its last one; -1: all, if any GPU"
+    )
     device: tuple[str, ...] = Field((), description="GPUs to use, comma-separated; none: CPU only (default: all GPUs)")
     main_gpu: int = Field(0, ge=0, description="the GPU that --split-mode none uses")
     split_mode: Literal["none", "layer", "row", "tensor"] = Field("layer", description="how layers spread over GPUs")
-    tensor_split: tuple[float, ...] = Field((), description="share of each GPU, comma-separated (default: by free memory)")
+    tensor_split: tuple[float, ...] = Field(
+        (), description="share of each GPU, comma-separated (default: by free memory)"
+    )
     mmap: bool = Field(True, description="use weights where the file is mapped instead of copying them")
     mlock: bool = Field(False, description="copy this stage's weights and keep the copy from being swapped out")
     direct_io: bool = Field(False, description="read weights past the page cache; only with all layers in one stage")

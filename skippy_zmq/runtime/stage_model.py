@@ -17,7 +17,6 @@ from skippy_zmq.wire.messages import CrossingSpec, TensorDescriptor
 
 Tokens = npt.NDArray[np.int32]
 Logits = npt.NDArray[np.float32]
-Buffer = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 LaneRows = tuple[int, int, int]  # lane, position, number of rows
 
 LLAMA_CPP_BUILD = f"{_native.LLAMA_CPP_PIN} ({_native.LLAMA_CPP_VERSION})"
@@ -30,7 +29,7 @@ class Crossing:
     """One crossing tensor of one micro-batch and its bytes (``descriptor.nbytes`` of them)."""
 
     descriptor: TensorDescriptor
-    data: Buffer
+    data: memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +166,7 @@ class StageModel:
         except RuntimeError as error:
             raise NativeError(f"layers {self.layers}: {error}") from None
         return [
-            Crossing(TensorDescriptor(name, occurrence, micro_batch, dtype, shape, data.nbytes), data)
+            Crossing(TensorDescriptor(name, occurrence, micro_batch, dtype, shape, data.nbytes), data.data)
             for micro_batch, name, occurrence, dtype, shape, data in leaving
         ]
 
@@ -189,7 +188,7 @@ class StageModel:
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of ``text``; raise NativeError where the model has no tokenizer."""
         try:
-            return self.native_model.tokenize(text.encode(), add_special, parse_special).tolist()
+            return list(map(int, self.native_model.tokenize(text.encode(), add_special, parse_special)))
         except RuntimeError as error:
             raise NativeError(str(error)) from None
 

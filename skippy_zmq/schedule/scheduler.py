@@ -16,7 +16,7 @@ from skippy_zmq.schedule.lanes import LaneTable
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRows:
-    """``n_rows`` rows of ``session`` from ``position`` on; ``sample``: a token follows them; ``opens``: its first rows."""
+    """``n_rows`` rows of ``session`` from ``position`` on. ``sample``: a token follows; ``opens``: its first rows."""
 
     session: str
     lane: int

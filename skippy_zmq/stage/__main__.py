@@ -63,7 +63,9 @@ def _serve(config: StageConfig) -> None:
         stack.callback(factory.close, 1.0)
         loop = stack.enter_context(Loop())
         # Bound before the model is loaded: a wrong or taken address is said at once.
-        server = Server(factory, Endpoint.parse(config.bind), allow_plaintext=config.allow_plaintext, max_frames=MAX_FRAMES)
+        server = Server(
+            factory, Endpoint.parse(config.bind), allow_plaintext=config.allow_plaintext, max_frames=MAX_FRAMES
+        )
         stack.callback(server.close, 1.0)
         if server.warning:
             log.warning("%s", server.warning)

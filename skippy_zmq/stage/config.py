@@ -50,7 +50,11 @@ class StageConfig:
 _TEXT_KEYS = {
     "model": ("--model", "PATH", "the model: a GGUF file, or the first of its shards (-00001-of-0000N.gguf)"),
     "layers": ("--layers", "A:B", "the layers to run, half-open: 0:15 is the first fifteen"),
-    "bind": ("--bind", "ENDPOINT", f"where this stage listens: tcp://host:port or ipc://path (default: {DEFAULT_BIND})"),
+    "bind": (
+        "--bind",
+        "ENDPOINT",
+        f"where this stage listens: tcp://host:port or ipc://path (default: {DEFAULT_BIND})",
+    ),
     "next": ("--next", "ENDPOINT", "the stage with the following layers; not for the last stage"),
     "first": ("--first", "ENDPOINT", "stage 0, for the last stage: tokens go back there"),
     "advertise": ("--advertise", "ENDPOINT", "how clients reach this stage, if not by its bind address"),
@@ -89,7 +93,9 @@ def parse_config(argv: list[str] | None = None) -> StageConfig:
         metavar="S",
         help=f"how long SIGTERM lets running requests finish (default: {DEFAULT_DRAIN_SECONDS:g})",
     )
-    parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=None, help="progress bar on a terminal")
+    parser.add_argument(
+        "--progress", action=argparse.BooleanOptionalAction, default=None, help="progress bar on a terminal"
+    )
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help="default: info")
     add_arguments(parser)
     arguments = parser.parse_args(argv)
@@ -116,7 +122,8 @@ def parse_config(argv: list[str] | None = None) -> StageConfig:
         raise OptionError(f"drain_seconds: wanted 0 to 3600, got {drain!r}")
 
     def path(name: str) -> Path | None:
-        return Path(values[name]) if values[name] else None
+        value = values[name]
+        return Path(value) if isinstance(value, str) and value else None
 
     return StageConfig(
         model=Path(values["model"]),
@@ -151,6 +158,8 @@ def check_role(config: StageConfig, n_layers: int) -> None:
     if is_last and config.next:
         raise OptionError(f"layers {layers} are the last of {n_layers}: there is no --next")
     if is_last and not is_first and not config.first:
-        raise OptionError(f"layers {layers} are the last of {n_layers}: --first is needed, the stage that begins at layer 0")
+        raise OptionError(
+            f"layers {layers} are the last of {n_layers}: --first is needed, the stage that begins at layer 0"
+        )
     if config.first and (not is_last or is_first):
         raise OptionError(f"layers {layers} of {n_layers}: --first is for the last of several stages")

@@ -275,9 +275,7 @@ class Stage:
 
     def _run_scheduled(self, batch: Batch) -> None:
         assert self.requests is not None
-        rows = tuple(
-            wire.SessionRows(r.session, r.lane, r.position, r.n_rows, r.sample) for r in batch.rows
-        )
+        rows = tuple(wire.SessionRows(r.session, r.lane, r.position, r.n_rows, r.sample) for r in batch.rows)
         tokens = np.array(batch.tokens, np.int32)
         message = wire.Activations(
             batch.number,
@@ -316,9 +314,7 @@ class Stage:
             for entry in message.rows:
                 if self._open.get(entry.session) != entry.lane:
                     raise ProtocolError(f"session {entry.session} on lane {entry.lane} was not opened here")
-            leaving = self.model.run(
-                [(e.lane, e.position, e.n_rows) for e in message.rows], tokens, outputs, arriving
-            )
+            leaving = self.model.run([(e.lane, e.position, e.n_rows) for e in message.rows], tokens, outputs, arriving)
         except (ProtocolError, NativeError) as error:
             log.error("batch %d: %s", message.batch, error)
             self._run_failed(
@@ -344,7 +340,7 @@ class Stage:
                     tuple(item.descriptor for item in leaving),
                     message.opens,
                 ),
-                [memoryview(item.data) for item in leaving],
+                [item.data for item in leaving],
             )
             return
         sampled, more_failed = self.tokens.take(message.rows, tokens)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from skippy_zmq.errors import HandshakeError
 from skippy_zmq.wire.messages import CrossingSpec, StageFacts
 
@@ -36,7 +38,7 @@ def _check_equal(one: StageFacts, other: StageFacts) -> None:
 
 
 def check_neighbours(upstream: StageFacts, downstream: StageFacts) -> None:
-    """Raise HandshakeError unless ``downstream`` continues where ``upstream`` ends, with the same model and settings."""
+    """Raise HandshakeError unless ``downstream`` continues ``upstream`` with the same model and settings."""
     _check_equal(upstream, downstream)
     if upstream.layer_end != downstream.layer_start:
         kind = "leave a gap" if upstream.layer_end < downstream.layer_start else "overlap"
@@ -83,7 +85,8 @@ def check_ring(first: StageFacts, last: StageFacts) -> None:
     _check_equal(first, last)
     if first.layer_start != 0:
         raise HandshakeError(
-            f"--first of {_name(last)} must be the stage that begins at layer 0, not {_name(first)}", code="layer_mismatch"
+            f"--first of {_name(last)} must be the stage that begins at layer 0, not {_name(first)}",
+            code="layer_mismatch",
         )
     if last.layer_end != last.n_layers:
         raise HandshakeError(
@@ -94,7 +97,7 @@ def check_ring(first: StageFacts, last: StageFacts) -> None:
 
 def check_pipeline(stages: tuple[StageFacts, ...]) -> None:
     """Raise HandshakeError unless ``stages`` tile the model from layer 0 on."""
-    for one, other in zip(stages, stages[1:], strict=False):
+    for one, other in itertools.pairwise(stages):
         check_neighbours(one, other)
     if stages[0].layer_start != 0 or stages[-1].layer_end != stages[-1].n_layers:
         ranges = ", ".join(f"{s.layer_start}:{s.layer_end}" for s in stages)

@@ -123,9 +123,7 @@ class TokenSource:
         first = found.first_token_at or now
         timings = {"prefill_us": (first - found.opened_at) // 1000, "decode_us": (now - first) // 1000}
         index = found.generated - len(shown)
-        if not self._send(
-            found.opened.client, wire.Tokens(found.opened.request, index, shown, text, reason, timings)
-        ):
+        if not self._send(found.opened.client, wire.Tokens(found.opened.request, index, shown, text, reason, timings)):
             self.undelivered += 1
 
     def _fail(self, opened: wire.SessionOpen, error: SkippyError) -> None:

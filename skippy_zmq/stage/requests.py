@@ -117,7 +117,9 @@ class RequestTable:
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         special = add_special and add_special_for(text, self._bos_text, self._model.native_model.adds_bos)
         adds_eos = self._model.native_model.adds_eos
-        return self._model.tokenize(text, add_special=special or (add_special and adds_eos), parse_special=parse_special)
+        return self._model.tokenize(
+            text, add_special=special or (add_special and adds_eos), parse_special=parse_special
+        )
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         if not prompt:
@@ -236,9 +238,7 @@ class RequestTable:
         self.fail_running(StageLostError(what))
 
     def _fail(self, request: _Request, error: SkippyError) -> None:
-        self._send(
-            request.client, wire.Error(error.code, str(error), request.ask.request, error.exit_code == 3)
-        )
+        self._send(request.client, wire.Error(error.code, str(error), request.ask.request, error.exit_code == 3))
         self._end(request, "error")
 
     def _end(self, request: _Request, reason: str) -> None:

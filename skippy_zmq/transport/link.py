@@ -107,8 +107,11 @@ class Server:
         return Incoming(peer, [], excess) if excess else Incoming(peer, frames[1:])
 
     def close(self, drain_seconds: float = 0.0) -> None:
-        """Stop listening, free the address and close; may be called twice. See SocketFactory.close for draining."""
-        if not self._socket.closed:
+        """Stop listening and close; may be called twice. See SocketFactory.close for draining.
+
+        The address is free on return, or, with ``drain_seconds``, once the factory is closed.
+        """
+        if drain_seconds <= 0 and not self._socket.closed:
             self._factory.unbind(self._socket)
         self._factory.discard(self._socket, drain_seconds)
         if self._claim is not None:

@@ -184,7 +184,10 @@ class SocketFactory:
         return pair
 
     def unbind(self, socket: Socket) -> None:
-        """Stop listening, and return once the address is free; closing alone would leave that to a later moment."""
+        """Stop listening, and return once the address is free; closing alone would leave that to a later moment.
+
+        The connections that came in end with the listener, and whatever was queued for them is dropped.
+        """
         watch = self.monitor(socket, zmq.EVENT_CLOSED | zmq.EVENT_CLOSE_FAILED)
         try:
             socket.unbind(last_endpoint(socket))
@@ -199,7 +202,7 @@ class SocketFactory:
         """Close ``socket``; may be called twice. Its queue lives on in the background, at most ``drain_seconds``."""
         self._sockets.discard(socket)
         if not socket.closed:
-            socket.close(linger=max(0, round(drain_seconds * 1000)))
+            socket.close(linger=max(0, round(drain_seconds * 1000)))  # below 0 would be for ever
 
     def close(self, drain_seconds: float = 0.0) -> None:
         """Close every server, link and socket, and the context; may be called twice.

@@ -55,7 +55,8 @@ ggml_type type_named(const std::string &name) {
 std::vector<SpecTuple> specs(const std::vector<CrossingSpec> &list) {
     std::vector<SpecTuple> tuples;
     for (const CrossingSpec &spec : list) {
-        tuples.emplace_back(spec.key.first, spec.key.second, ggml_type_name(spec.type), spec.row_bytes, spec.fixed_bytes);
+        tuples.emplace_back(spec.key.first, spec.key.second, ggml_type_name(spec.type), spec.row_bytes,
+                            spec.fixed_bytes);
     }
     return tuples;
 }
@@ -99,8 +100,7 @@ void open_model(StageModel *self, const std::tuple<int, int, int, int> &layers,
     }
     try {
         const nb::gil_scoped_release no_gil;
-        new (self) StageModel({begin, end, n_layers, n_blocks}, std::move(extents), files,
-                              std::move(options), report);
+        new (self) StageModel({begin, end, n_layers, n_blocks}, std::move(extents), files, std::move(options), report);
     } catch (const std::exception &) {
         if (interrupted) {
             throw nb::python_error(std::move(*interrupted));
@@ -119,8 +119,8 @@ nb::list run(StageContext &self, const std::vector<RowsTuple> &rows, const Token
         if (shape.empty() || shape.size() > GGML_MAX_DIMS) {
             throw std::invalid_argument("tensor '" + name + "': wanted 1 to 4 dimensions");
         }
-        MicroBatchTensor tensor{micro_batch, {{name, occurrence}, type_named(type), {1, 1, 1, 1}, data.size()}, data.data(),
-                                nullptr};
+        MicroBatchTensor tensor{
+            micro_batch, {{name, occurrence}, type_named(type), {1, 1, 1, 1}, data.size()}, data.data(), nullptr};
         std::copy(shape.begin(), shape.end(), tensor.info.shape.begin());
         tensors.push_back(std::move(tensor));
         alive.push_back(nb::cast(data));
@@ -147,19 +147,19 @@ void bind_model(nb::module_ &m) {
     nb::class_<StageModel>(m, "StageModel")
         .def(
             "__init__",
-            [](StageModel *self, const std::tuple<int, int, int, int> &layers,
-               const std::vector<ExtentTuple> &extents, const std::vector<std::string> &files,
-               const nb::object &progress, std::vector<std::string> devices, int n_gpu_layers, int main_gpu,
-               std::string split_mode, std::vector<float> tensor_split, bool mmap, bool mlock, bool direct_io,
-               bool repack, bool check_tensors, bool no_host_buffer) {
+            [](StageModel *self, const std::tuple<int, int, int, int> &layers, const std::vector<ExtentTuple> &extents,
+               const std::vector<std::string> &files, const nb::object &progress, std::vector<std::string> devices,
+               int n_gpu_layers, int main_gpu, std::string split_mode, std::vector<float> tensor_split, bool mmap,
+               bool mlock, bool direct_io, bool repack, bool check_tensors, bool no_host_buffer) {
                 open_model(self, layers, extents, files, progress,
                            {std::move(devices), n_gpu_layers, main_gpu, std::move(split_mode), std::move(tensor_split),
                             mmap, mlock, direct_io, repack, check_tensors, no_host_buffer});
             },
-            "layers"_a, "extents"_a, "files"_a, "progress"_a.none(), nb::kw_only(), "devices"_a,
-            "n_gpu_layers"_a, "main_gpu"_a, "split_mode"_a, "tensor_split"_a, "mmap"_a, "mlock"_a, "direct_io"_a,
-            "repack"_a, "check_tensors"_a, "no_host_buffer"_a,
-            "Open layers (start, end, layers run, blocks stored) of a GGUF file or of its shards, whose tensors are given as "
+            "layers"_a, "extents"_a, "files"_a, "progress"_a.none(), nb::kw_only(), "devices"_a, "n_gpu_layers"_a,
+            "main_gpu"_a, "split_mode"_a, "tensor_split"_a, "mmap"_a, "mlock"_a, "direct_io"_a, "repack"_a,
+            "check_tensors"_a, "no_host_buffer"_a,
+            "Open layers (start, end, layers run, blocks stored) of a GGUF file or of its shards, whose tensors are "
+            "given as "
             "(name, type, bytes, file index, offset).")
         .def_prop_ro("device_names", [](const StageModel &self) { return self.device_names(); })
         .def_prop_ro("own_bytes", &StageModel::own_bytes, "Bytes of the weights of this stage.")
@@ -194,7 +194,9 @@ void bind_model(nb::module_ &m) {
                 }
                 return array_of(tokens.data(), tokens.size());
             },
-            "text"_a, "add_special"_a, "parse_special"_a, nb::sig("def tokenize(self, text: bytes, add_special: bool, parse_special: bool) -> numpy.typing.NDArray[numpy.int32]"))
+            "text"_a, "add_special"_a, "parse_special"_a,
+            nb::sig("def tokenize(self, text: bytes, add_special: bool, parse_special: bool) -> "
+                    "numpy.typing.NDArray[numpy.int32]"))
         .def(
             "piece",
             [](const StageModel &self, int32_t token, bool special) {
@@ -202,12 +204,10 @@ void bind_model(nb::module_ &m) {
                 return nb::bytes(bytes.data(), bytes.size());
             },
             "token"_a, "special"_a)
-        .def(
-            "chat_template",
-            [](const StageModel &self) {
-                const char *text = llama_model_chat_template(self.model(), nullptr);
-                return std::string(text != nullptr ? text : "");
-            });
+        .def("chat_template", [](const StageModel &self) {
+            const char *text = llama_model_chat_template(self.model(), nullptr);
+            return std::string(text != nullptr ? text : "");
+        });
 }
 
 void bind_context(nb::module_ &m) {
@@ -255,7 +255,10 @@ void bind_context(nb::module_ &m) {
                 return result;
             },
             "rows"_a)
-        .def("run", &run, "rows"_a, "tokens"_a, "outputs"_a, "arriving"_a)
+        .def("run", &run, "rows"_a, "tokens"_a, "outputs"_a, "arriving"_a,
+             nb::sig("def run(self, rows: Sequence[tuple[int, int, int]], tokens: NDArray[numpy.int32], outputs: Sequence[int], "
+                     "arriving: Sequence[tuple[int, str, int, str, Sequence[int], object]]) -> "
+                     "list[tuple[int, str, int, str, tuple[int, int, int, int], NDArray[numpy.uint8]]]"))
         .def(
             "logits",
             [](const StageContext &self, int row) {
@@ -278,7 +281,8 @@ NB_MODULE(_native, m) {
     skippy::self_test();
     m.attr("LLAMA_CPP_VERSION") = llama_version();
     m.attr("LLAMA_CPP_PIN") = skippy::pinned_package;
-    m.def("set_log_level", &skippy::set_log_level, "level"_a, "Show llama.cpp's log from this level on: 0 nothing, 1 debug ... 4 errors.");
+    m.def("set_log_level", &skippy::set_log_level, "level"_a,
+          "Show llama.cpp's log from this level on: 0 nothing, 1 debug ... 4 errors.");
     m.def(
         "devices",
         [] {

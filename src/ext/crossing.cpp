@@ -88,8 +88,8 @@ void Crossing::fetch(const ggml_tensor *tensor, void *data, size_t offset, size_
         std::memset(data, 0, size);
         return;
     }
-    const auto found = std::find_if(arrived_.begin(), arrived_.end(),
-                                    [&](const ArrivedTensor &a) { return a.info.key == asked.key; });
+    const auto found =
+        std::find_if(arrived_.begin(), arrived_.end(), [&](const ArrivedTensor &a) { return a.info.key == asked.key; });
     if (found == arrived_.end()) {
         std::memset(data, 0, size);
         fail("tensor '" + asked.key.first + "' is needed from upstream and did not arrive");
@@ -119,10 +119,9 @@ void Crossing::store(const ggml_tensor *tensor, const void *data, size_t offset,
         std::string name = original_name(tensor->name);
         const int occurrence = leaving_count_[name]++;
         CrossingKey key{std::move(name), occurrence};
-        const bool keep = mode_ == Mode::recording ||
-                          (wanted_downstream_ != nullptr &&
-                           std::find(wanted_downstream_->begin(), wanted_downstream_->end(), key) !=
-                               wanted_downstream_->end());
+        const bool keep = mode_ == Mode::recording || (wanted_downstream_ != nullptr &&
+                                                       std::find(wanted_downstream_->begin(), wanted_downstream_->end(),
+                                                                 key) != wanted_downstream_->end());
         seen = leaving_index_.emplace(tensor, keep ? static_cast<long>(leaving_.size()) : not_wanted).first;
         if (keep) {
             LeavingTensor leaving{describe(tensor, std::move(key)), nullptr};

@@ -30,8 +30,10 @@ class CutDevice {
 
   private:
     static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t type, size_t size);
-    static void set_tensor(ggml_backend_buffer_t buffer, ggml_tensor *tensor, const void *data, size_t offset, size_t size);
-    static void get_tensor(ggml_backend_buffer_t buffer, const ggml_tensor *tensor, void *data, size_t offset, size_t size);
+    static void set_tensor(ggml_backend_buffer_t buffer, ggml_tensor *tensor, const void *data, size_t offset,
+                           size_t size);
+    static void get_tensor(ggml_backend_buffer_t buffer, const ggml_tensor *tensor, void *data, size_t offset,
+                           size_t size);
     static bool supports_op(ggml_backend_dev_t device, const ggml_tensor *node);
     static ggml_backend_t init_backend(ggml_backend_dev_t device, const char *params);
     static void fill_props(ggml_backend_dev_t device, ggml_backend_dev_props *props);

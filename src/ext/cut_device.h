@@ -44,9 +44,7 @@ class Cut {
   private:
     friend class CutDevice;
     bool runs_before(const ggml_tensor *node) { return layers_.layer_of(node) < begin_; }
-    bool runs_after(const ggml_tensor *node) {
-        return !is_last() && layers_.layer_of(node) >= end_;
-    }
+    bool runs_after(const ggml_tensor *node) { return !is_last() && layers_.layer_of(node) >= end_; }
 
     int n_layers_, begin_, end_;
     LayerMap layers_;

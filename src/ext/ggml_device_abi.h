@@ -112,5 +112,5 @@ struct ggml_backend_reg {
     void *context;
 };
 
-extern "C" ggml_backend_buffer_t ggml_backend_buffer_init(ggml_backend_buffer_type_t type, skippy_buffer_interface iface,
-                                                          void *context, size_t size);
+extern "C" ggml_backend_buffer_t ggml_backend_buffer_init(ggml_backend_buffer_type_t type,
+                                                          skippy_buffer_interface iface, void *context, size_t size);

@@ -18,7 +18,8 @@ class LayerMap {
     // -1: before the first layer (embedding), 0..n_layers-1, or output_layer.
     int layer_of(const ggml_tensor *node);
 
-    // Answers are remembered only once the model is loaded: while llama.cpp places weights it asks about throw-away nodes.
+    // Answers are remembered only once the model is loaded: while llama.cpp places weights it asks about throw-away
+    // nodes.
     void start_remembering() { remembers_ = true; }
     // Nodes live in an arena that llama.cpp fills anew for every graph: what is known of them dies with the graph.
     void forget() { known_.clear(); }

@@ -12,7 +12,8 @@ void install_callbacks();
 // Messages below this ggml log level are dropped, the others go to stderr: 0 none, 1 debug, 2 info, 3 warn, 4 error.
 void set_log_level(int level);
 
-// While one lives, an abort on this thread throws std::runtime_error instead, and errors logged by this thread are kept.
+// While one lives, an abort on this thread throws std::runtime_error instead, and errors logged by this thread are
+// kept.
 class NativeGuard {
   public:
     NativeGuard();

@@ -1,5 +1,5 @@
-// A real device (CPU or GPU) as one stage sees it: the same in everything, but it computes only nodes of the stage's own
-// layers. Without this, ggml's scheduler would give a real device any node between two of its own, because it can.
+// A real device (CPU or GPU) as one stage sees it: the same in everything, but it computes only nodes of the stage's
+// own layers. Without this, ggml's scheduler would give a real device any node between two of its own, because it can.
 #pragma once
 
 #include "ggml_device_abi.h"

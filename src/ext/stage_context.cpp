@@ -21,7 +21,8 @@ ggml_type cache_type(const std::string &name) {
             return type;
         }
     }
-    throw std::runtime_error("cache type '" + name + "': wanted f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0 or q5_1");
+    throw std::runtime_error("cache type '" + name +
+                             "': wanted f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0 or q5_1");
 }
 
 // Marks the context as in use for one call; a second caller is refused instead of racing.
@@ -186,8 +187,8 @@ void StageContext::check_arriving(const std::vector<MicroBatch> &batches,
     for (const MicroBatchTensor &tensor : arriving) {
         const auto spec = std::find_if(wanted_.begin(), wanted_.end(),
                                        [&](const CrossingSpec &s) { return s.key == tensor.info.key; });
-        const std::string name = "tensor '" + tensor.info.key.first + "' of micro-batch " +
-                                 std::to_string(tensor.micro_batch);
+        const std::string name =
+            "tensor '" + tensor.info.key.first + "' of micro-batch " + std::to_string(tensor.micro_batch);
         if (spec == wanted_.end() || tensor.micro_batch < 0 ||
             static_cast<size_t>(tensor.micro_batch) >= batches.size()) {
             refuse(name + " was not asked for");
@@ -358,16 +359,17 @@ void StageContext::trim(int lane, int position) {
     if (position == 0) {
         llama_memory_seq_rm(llama_get_memory(context_), lane, -1, -1);
     } else if (!can_trim_ || !llama_memory_seq_rm(llama_get_memory(context_), lane, position, -1)) {
-        throw std::invalid_argument("this model cannot forget part of a lane: lane " + std::to_string(lane) + " holds " +
-                                    std::to_string(held) + " tokens, wanted to keep " + std::to_string(position));
+        throw std::invalid_argument("this model cannot forget part of a lane: lane " + std::to_string(lane) +
+                                    " holds " + std::to_string(held) + " tokens, wanted to keep " +
+                                    std::to_string(position));
     }
     held = position;
 }
 
 void StageContext::serve(const std::vector<CrossingKey> &keys) {
     for (const CrossingKey &key : keys) {
-        const bool known = std::any_of(offered_.begin(), offered_.end(),
-                                       [&](const CrossingSpec &spec) { return spec.key == key; });
+        const bool known =
+            std::any_of(offered_.begin(), offered_.end(), [&](const CrossingSpec &spec) { return spec.key == key; });
         if (!known) {
             throw std::invalid_argument("tensor '" + key.first + "' is not on offer");
         }
@@ -438,7 +440,8 @@ void StageContext::find_crossing() {
             for (const Trial &trial : trials) {
                 for (const CrossingTensor &other : trial.*list) {
                     if (other.key == tensor.key && other.type == tensor.type) {
-                        points.emplace_back(static_cast<uint64_t>(trial.lanes) * static_cast<uint64_t>(trial.rows_per_lane),
+                        points.emplace_back(static_cast<uint64_t>(trial.lanes) *
+                                                static_cast<uint64_t>(trial.rows_per_lane),
                                             other.nbytes);
                     }
                 }
@@ -463,8 +466,9 @@ void StageContext::find_crossing() {
         }
         for (const Trial &trial : trials) {
             if (all_must_fit && (trial.*list).size() != (trials.front().*list).size()) {
-                throw std::runtime_error("what is needed from upstream changes with the batch: this model cannot be cut "
-                                         "here");
+                throw std::runtime_error(
+                    "what is needed from upstream changes with the batch: this model cannot be cut "
+                    "here");
             }
         }
         return specs;

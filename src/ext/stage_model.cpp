@@ -1,7 +1,7 @@
 #include "stage_model.h"
 
-#include "native_guard.h"
 #include "loading_view.h"
+#include "native_guard.h"
 
 #include <algorithm>
 #include <array>
@@ -59,8 +59,8 @@ bool StageModel::owns(const std::string &tensor) const {
     }
     for (const char *table : embedding_tables) {
         if (starts_with(tensor, (std::string(table) + ".").c_str())) {
-            const bool at_the_end = (tied_output_ && table == embedding_tables[0]) ||
-                                    (tied_norm_ && table == embedding_tables[1]);
+            const bool at_the_end =
+                (tied_output_ && table == embedding_tables[0]) || (tied_norm_ && table == embedding_tables[1]);
             return cut_->is_first() || (cut_->is_last() && at_the_end);
         }
     }
@@ -202,7 +202,8 @@ void StageModel::place(llama_model_params &params) {
 
 StageModel::StageModel(StageLayers layers, std::vector<Extent> extents, const std::vector<std::string> &files,
                        ModelOptions options, const WeightFiles::Progress &progress)
-    : layers_(layers), options_(std::move(options)), cut_(std::make_unique<Cut>(layers.n_layers, layers.begin, layers.end)) {
+    : layers_(layers), options_(std::move(options)),
+      cut_(std::make_unique<Cut>(layers.n_layers, layers.begin, layers.end)) {
     if (layers.begin < 0 || layers.begin >= layers.end || layers.end > layers.n_layers ||
         layers.n_layers > layers.n_blocks) {
         throw std::runtime_error("layers " + std::to_string(layers.begin) + ":" + std::to_string(layers.end) +
@@ -274,8 +275,8 @@ std::vector<int32_t> StageModel::tokenize(const std::string &text, bool add_spec
                                add_special, parse_special);
     if (n < 0 && n != INT32_MIN) {
         tokens.resize(static_cast<size_t>(-n));
-        n = llama_tokenize(vocab(), text.data(), length, tokens.data(), static_cast<int32_t>(tokens.size()), add_special,
-                           parse_special);
+        n = llama_tokenize(vocab(), text.data(), length, tokens.data(), static_cast<int32_t>(tokens.size()),
+                           add_special, parse_special);
     }
     if (n < 0) {
         throw std::runtime_error("the text has too many tokens");
