@@ -206,6 +206,38 @@ def test_lost_connection_is_an_event_and_heals(transport: Transport, address: st
     transport.exchange(transport.connected(link), server)
 
 
+def test_what_had_arrived_outlives_the_connection(transport: Transport, address: str) -> None:
+    """A stage that says why it goes and goes: the reason can be read although the loss is noticed first."""
+    server = transport.server(address)
+    endpoint = str(server.endpoint)
+    link = transport.connected(transport.link(server.endpoint, routing_id=b"client"))
+    transport.exchange(link, server)
+    for number in range(50):
+        server.send(b"client", [b"last words %d" % number])
+    transport.drop(server, drain_seconds=PATIENCE)
+    transport.event(link, LinkEventKind.DISCONNECTED)
+    restarted = transport.server(endpoint)
+    transport.connected(link)
+    assert [transport.message(link).frames for _ in range(50)] == [[b"last words %d" % number] for number in range(50)]
+    transport.exchange(link, restarted)
+
+
+def test_nothing_queued_for_a_lost_connection_reaches_the_next(
+    make_transport: Callable[..., Transport], address: str
+) -> None:
+    transport = make_transport(limits=SocketLimits(send_messages=8, receive_messages=8))
+    server = transport.server(address)
+    endpoint = str(server.endpoint)
+    link = transport.connected(transport.link(server.endpoint))
+    _send_until_full(lambda _: link.send([b"old", bytes(1 << 20)]), "does not read")
+    transport.drop(server)
+    transport.event(link, LinkEventKind.DISCONNECTED)
+    server = transport.server(endpoint)
+    transport.connected(link)
+    link.send([b"new"])
+    assert transport.message(server).frames == [b"new"]
+
+
 class _Interrupted(Sequence[bytes]):
     """Frames of a message during whose sending the peer goes away."""
 

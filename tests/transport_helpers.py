@@ -20,7 +20,7 @@ from skippy_zmq.transport import (
 )
 
 # How long to wait before a test is given up; nothing is ever asserted about time.
-PATIENCE = 20.0
+PATIENCE = 60.0
 _T = TypeVar("_T")
 
 
@@ -46,10 +46,10 @@ class Transport:
         self._open.append(link)
         return link
 
-    def drop(self, source: Server | Link) -> None:
+    def drop(self, source: Server | Link, drain_seconds: float = 0.0) -> None:
         self.loop.remove(source)
         self._open.remove(source)
-        source.close()
+        source.close(drain_seconds)
 
     def until(self, ask: Callable[[], _T | None]) -> _T:
         """What ``ask`` returns once it returns something true, asked again after whatever happens on the sockets."""

@@ -60,6 +60,12 @@ class StageModel:
         self.source = source
         self.layers = layers.within(source.n_layers)
         self.options = options
+        n_positions = source.n_positions  # rows of a learned position table: llama.cpp aborts beyond them
+        if n_positions is not None and (options.ctx_size or source.context_length) > n_positions:
+            raise OptionError(
+                f"ctx_size {options.ctx_size or source.context_length}: {source.path.name} has positions for at most "
+                f"{n_positions} tokens"
+            )
         index = {path: number for number, path in enumerate(source.files)}
         try:
             self.native_model = _native.StageModel(

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 # An idle stage's OpenMP threads would spin and take the cores of the one that works. libgomp reads this when it is
 # loaded, so it must be set before anything imports the extension.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# Where llama.cpp aborts after all, it would first start a debugger to print a backtrace.
+os.environ.setdefault("GGML_NO_BACKTRACE", "1")
 
 from skippy_zmq.errors import SkippyError
 from skippy_zmq.stage.config import StageConfig, check_role, parse_config
