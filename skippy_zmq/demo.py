@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from skippy_zmq.client.report import answer_line, stage_table
+from skippy_zmq.client.signals import EXIT_INTERRUPTED, cancel_on_interrupt, exit_on_terminate
 from skippy_zmq.errors import SkippyError
 from skippy_zmq.local import LocalPipeline
 from skippy_zmq.sources.demo_models import MODELS, demo_model
@@ -23,27 +24,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--stages", type=int, default=2, metavar="N", help="processes to split the model over (2)")
     arguments = parser.parse_args(argv)
     try:
-        _run(arguments.question, arguments.stages)
+        with exit_on_terminate():
+            return _run(arguments.question, arguments.stages)
     except SkippyError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("\nerror: interrupted", file=sys.stderr)
-        return 130
-    return 0
+        print("error: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
-def _run(question: str, n_stages: int) -> None:
+def _run(question: str, n_stages: int) -> int:
     model = demo_model("smollm2")
     with LocalPipeline(model, stages=n_stages, ctx_size=CONTEXT, lanes=1) as pipeline, pipeline.client() as client:
         for index, stage in enumerate(client.stages):
             layers = f"{stage.layer_start}:{stage.layer_end} of {stage.n_layers}"
             print(f"stage {index}: layers {layers} of {MODELS['smollm2'].file_name} at {stage.endpoint}")
         print(f"\n> {question}\n", flush=True)
-        with client.stream(messages=[{"role": "user", "content": question}], max_tokens=MAX_TOKENS) as stream:
+        stream = client.stream(messages=[{"role": "user", "content": question}], max_tokens=MAX_TOKENS)
+        with stream, cancel_on_interrupt(stream):
             for chunk in stream:
                 print(chunk.text, end="", flush=True)
         print(f"\n\n{stage_table(client.stats())}\n{answer_line(stream.result)}")
+    return EXIT_INTERRUPTED if stream.result.finish_reason == "cancelled" else 0
 
 
 if __name__ == "__main__":

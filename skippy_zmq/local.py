@@ -87,6 +87,11 @@ class LocalPipeline:
         """Where stage 0 is, for clients in this and other processes of the same user."""
         return self._endpoint(0)
 
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """Of the stages, in layer order."""
+        return tuple(child.process.pid for child in self._children)
+
     def client(self, *, timeout: float = 30.0) -> Client:
         """A new client of this pipeline, to be closed before it."""
         return Client(self.endpoint, timeout=timeout)

@@ -1,13 +1,14 @@
-"""Peers of a stage that say exactly what a test wants: raw connections, and a client that runs many requests at once."""
+"""Peers of a stage that say exactly what a test wants: raw connections, and a client with many requests at once."""
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from transport_helpers import Transport
+from transport_helpers import PATIENCE, Transport
 
 from skippy_zmq.transport import boot_nonce, routing_id
 from skippy_zmq.wire import messages as wire
@@ -68,6 +69,13 @@ class Peer:
     def stats(self) -> wire.StatsReply:
         self.send(wire.Stats("stats"))
         return self.until(wire.StatsReply)
+
+    def at_rest(self) -> wire.StatsReply:
+        """Ask until no session is open at the stage any more: ends of sessions travel with the batches."""
+        deadline = time.monotonic() + PATIENCE
+        while (reply := self.stats()).counters["now.sessions"]:
+            assert time.monotonic() < deadline, reply.counters
+        return reply
 
     def ready(self) -> bool:
         """Whether the stage says that it is ready."""

@@ -116,7 +116,7 @@ class StageProcess:
     @property
     def silent(self) -> bool:
         """Whether no READY line is there that ``ready`` has not returned."""
-        return self._printed.empty()
+        return all(line is _END for line in self._printed.queue)
 
     def logged(self, text: str) -> str:
         """Wait for a line on standard error that holds ``text``."""
@@ -164,6 +164,7 @@ class StageProcess:
         return self.wait()
 
     def close(self) -> None:
+        """End it; may be called twice."""
         if self.process.poll() is None:
             self.process.kill()
         self.wait()

@@ -82,7 +82,7 @@ def flag_of(name: str, value: object) -> list[str]:
 OPTIONS: dict[str, object] = {
     "ctx_size": 1024,
     "lanes": 3,
-    "batch_size": 256,
+    "batch_size": 1024,
     "ubatch_size": 64,
     "threads": 3,
     "threads_batch": 2,

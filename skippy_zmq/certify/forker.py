@@ -1,7 +1,7 @@
 """``python -m skippy_zmq.certify.forker``: runs each job of certification in a forked child of its own.
 
-JSON lines. In: ``{"job", "result", "stderr", "seconds"}``: what to do, the file for its result, the file for what it and
-llama.cpp print, its time limit. Out: ``{"exit": code}`` (negative: the signal), ``null`` where the time ran out. Forking
+JSON lines. In: ``{"job", "result", "stderr", "seconds"}``: what to do, the file for its result, the file for what it
+and llama.cpp print, its time limit. Out: ``{"exit": code}`` (negative: the signal; null: the time ran out). Forking
 after the slow imports makes a child cost a few milliseconds. Ends when stdin does, together with a running child.
 """
 

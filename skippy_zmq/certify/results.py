@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 from skippy_zmq.certify.compare import Difference
@@ -116,7 +115,3 @@ def exact_names(results: Iterable[ModelResult]) -> list[str]:
         if result.architecture is not None:
             verdicts.setdefault(result.architecture, []).append(result.verdict)
     return sorted(name for name, found in verdicts.items() if worst(found) is Verdict.EXACT)
-
-
-def file_label(path: Path) -> str:
-    return path.name

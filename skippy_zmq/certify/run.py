@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from skippy_zmq.certify.job import reference_job, trial_job
 from skippy_zmq.certify.plan import splits
@@ -18,7 +17,7 @@ from skippy_zmq.certify.results import ModelResult, Try, judged_try
 from skippy_zmq.certify.worker import Worker
 from skippy_zmq.certify.workload import Settings
 from skippy_zmq.errors import SkippyError
-from skippy_zmq.sources.gguf_model import GgufModel, open_model
+from skippy_zmq.sources.gguf_model import open_model
 from skippy_zmq.stage.facts import architecture_name
 
 
@@ -34,78 +33,85 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Opened:
+class Candidate:
+    """A file and the splits to try. ``refusal``: why nothing of it can be tried; ``cuts`` is then empty."""
+
     path: Path
-    source: GgufModel | None
-    cuts: tuple[tuple[int, ...], ...]
+    architecture: str | None = None
+    n_layers: int | None = None
+    cuts: tuple[tuple[int, ...], ...] = ()
     refusal: str = ""
 
 
-def n_tries(files: Sequence[Path], plan: Plan) -> int:
-    """How many splits and settings ``certify`` will try."""
-    return sum(len(_open(path, plan).cuts) for path in files) * len(plan.settings)
+_Part = tuple[bool | None, list[Try]]  # what one of the settings gave: whether lanes can be trimmed, and its tries
+
+
+def candidate(path: Path, plan: Plan) -> Candidate:
+    """Check the file and plan its splits."""
+    try:
+        source = open_model(path)
+    except SkippyError as error:
+        return Candidate(path, refusal=str(error))
+    name = architecture_name(source)
+    try:
+        cuts = splits(source.n_layers, plan.boundaries, quick=plan.quick)
+    except SkippyError as error:
+        return Candidate(path, name, source.n_layers, refusal=str(error))
+    return Candidate(path, name, source.n_layers, tuple(cuts))
 
 
 def certify(
-    files: Sequence[Path], plan: Plan, *, done: Callable[[int], object] = lambda _n: None
+    candidates: Sequence[Candidate], plan: Plan, *, done: Callable[[int], object] = lambda _n: None
 ) -> Iterator[ModelResult]:
-    """Results in the order of ``files``. ``done`` is called, from any thread, with the number of tries that ended."""
+    """Results in the order of ``candidates``. ``done(1)`` is called, from any thread, after each try."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skippy-certify-")))
+        pool = ThreadPoolExecutor(plan.jobs)
+        stack.callback(pool.shutdown, wait=True, cancel_futures=True)
+        # Ended before the pool is: where the caller gives up, the jobs that run end at once.
         workers: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for _ in range(plan.jobs):
             workers.put(stack.enter_context(Worker(folder, plan.seconds)))
-        pool = ThreadPoolExecutor(plan.jobs)
-        stack.callback(pool.shutdown, wait=True, cancel_futures=True)
 
-        def unit(opened: _Opened, settings: Settings) -> tuple[bool | None, list[Try]]:
+        def part(model: Candidate, settings: Settings) -> _Part:
             worker = workers.get()
             try:
-                return _certify_settings(worker, opened, settings, folder, done)
+                return certify_with(worker, model, settings, folder, done)
             finally:
                 workers.put(worker)
 
-        pending: list[tuple[_Opened, list[Future[tuple[bool | None, list[Try]]]]]] = []
-        for path in files:
-            opened = _open(path, plan)
-            futures = [pool.submit(unit, opened, s) for s in plan.settings] if opened.source is not None else []
-            pending.append((opened, futures))
-        for opened, futures in pending:
-            yield _model_result(opened, [future.result() for future in futures])
+        pending: list[tuple[Candidate, list[Future[_Part]]]] = [
+            (model, [pool.submit(part, model, settings) for settings in plan.settings if model.cuts])
+            for model in candidates
+        ]
+        for model, futures in pending:
+            yield _model_result(model, [future.result() for future in futures])
 
 
-def _open(path: Path, plan: Plan) -> _Opened:
-    try:
-        source = open_model(path)
-        return _Opened(path, source, tuple(splits(source.n_layers, plan.boundaries, quick=plan.quick)))
-    except SkippyError as error:
-        return _Opened(path, None, (), str(error))
-
-
-def _certify_settings(
-    worker: Worker, opened: _Opened, settings: Settings, folder: Path, done: Callable[[int], object]
-) -> tuple[bool | None, list[Try]]:
+def certify_with(
+    worker: Worker, model: Candidate, settings: Settings, folder: Path, done: Callable[[int], object]
+) -> _Part:
+    """Make the reference of ``model`` once, below ``folder``, and try every split against it."""
     reference = Path(tempfile.mkdtemp(prefix="reference-", dir=folder))
     try:
-        facts: dict[str, Any] = worker.run(reference_job(opened.path, settings, reference))
+        facts = worker.run(reference_job(model.path, settings, reference))
+        can_trim: bool | None = facts.get("can_trim")
         tries = []
-        for cut in opened.cuts:
-            usable = "can_trim" in facts
-            result = worker.run(trial_job(opened.path, settings, cut, reference)) if usable else facts
+        for cut in model.cuts:
+            result = facts if can_trim is None else worker.run(trial_job(model.path, settings, cut, reference))
             tries.append(judged_try(cut, settings.name, result))
             done(1)
-        return facts.get("can_trim"), tries
+        return can_trim, tries
     finally:
         shutil.rmtree(reference)
 
 
-def _model_result(opened: _Opened, parts: Sequence[tuple[bool | None, list[Try]]]) -> ModelResult:
-    source = opened.source
+def _model_result(model: Candidate, parts: Sequence[_Part]) -> ModelResult:
     return ModelResult(
-        file=opened.path.name,
-        architecture=None if source is None else architecture_name(source),
-        n_layers=None if source is None else source.n_layers,
+        file=model.path.name,
+        architecture=model.architecture,
+        n_layers=model.n_layers,
         can_trim=next((can_trim for can_trim, _ in parts if can_trim is not None), None),
         tries=tuple(t for _, tries in parts for t in tries),
-        refusal=opened.refusal,
+        refusal=model.refusal,
     )

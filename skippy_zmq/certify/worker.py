@@ -23,13 +23,18 @@ class Worker:
     def __init__(self, folder: Path, seconds: float) -> None:
         self._seconds = seconds
         self._files = Path(tempfile.mkdtemp(prefix="job-", dir=folder))
+        self._closed = False
+        self._process = self._start()
+
+    @staticmethod
+    def _start() -> subprocess.Popen[bytes]:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
             "GGML_NO_BACKTRACE": "1",  # an abort would start a debugger
         }
         environment.setdefault("GOMP_SPINCOUNT", "1000")  # idle OpenMP threads steal the cores of other jobs
-        self._process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-m", "skippy_zmq.certify.forker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -47,6 +52,8 @@ class Worker:
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
         """The job's result; ``{"crashed": reason}`` where its process ended without one."""
+        if self._process.poll() is not None and not self._closed:
+            self._process = self._start()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         result, stderr = self._files / "result.json", self._files / "stderr.txt"
@@ -57,10 +64,10 @@ class Worker:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
             answer = self._process.stdout.readline()
-        except BrokenPipeError:
+        except (BrokenPipeError, ValueError):  # ended, or closed by ``close``
             answer = b""
         if not answer:
-            raise RuntimeError(f"the process that runs trials ended with {self._process.wait()}")
+            return {"crashed": f"the process that forks them {_ending(self._process.wait())}"}
         code = json.loads(answer)["exit"]
         if code is None:
             return {"crashed": f"stopped after {self._seconds:g} s"}
@@ -70,20 +77,22 @@ class Worker:
         return value
 
     def close(self) -> None:
-        """End the process and the job that it is running."""
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    stream.close()
+        """End the process and the job that it is running; may be called while another thread waits in ``run``."""
+        self._closed = True
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(_CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._process.stdout.close()
 
 
 def _ending(code: int) -> str:
-    return f"ended with exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
 
 
 def _last_words(stderr: Path) -> str:

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import io
 import json
 import os
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from types import FrameType
+from collections.abc import Sequence
 from typing import Any
 
 from skippy_zmq.client.arguments import DEFAULT_LOCAL_STAGES, parse_arguments
-from skippy_zmq.client.client import DEFAULT_CONTACT_SECONDS, Client, Stream
+from skippy_zmq.client.client import DEFAULT_CONTACT_SECONDS, Client
 from skippy_zmq.client.report import answer_line, stage_table
 from skippy_zmq.client.results import Generation
+from skippy_zmq.client.signals import EXIT_INTERRUPTED, cancel_on_interrupt, exit_on_terminate
 from skippy_zmq.errors import OptionError, SkippyError, StageLostError
 from skippy_zmq.local import LocalPipeline
 from skippy_zmq.transport import Security, load_keys
 from skippy_zmq.wire.messages import StageFacts
 
-EXIT_INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
-EXIT_BROKEN_PIPE = 141  # and for one whose reader went away
+EXIT_BROKEN_PIPE = 141  # what a shell reports for a program whose reader went away
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,8 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    where = ""
     try:
         arguments = parse_arguments(argv)
+        where = f" while using {arguments.connect or arguments.model}"
         if arguments.model is not None:
             return _run_local(arguments)
         with _connect(arguments) as client:
@@ -42,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {_one_line(error)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
+        print(f"error: interrupted{where}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The interpreter flushes standard output once more at its end.
@@ -70,7 +69,8 @@ def _run_local(arguments: argparse.Namespace) -> int:
         options=arguments.options,
         uncertified=arguments.uncertified,
     )
-    with pipeline, pipeline.client(timeout=arguments.timeout or DEFAULT_CONTACT_SECONDS) as client:
+    timeout = arguments.timeout or DEFAULT_CONTACT_SECONDS
+    with exit_on_terminate(), pipeline, pipeline.client(timeout=timeout) as client:
         try:
             return _run(client, arguments)
         except StageLostError as error:
@@ -95,7 +95,7 @@ def _generate(client: Client, arguments: argparse.Namespace) -> Generation:
         stop=arguments.stop,
         timeout=arguments.timeout,
     )
-    with stream, _cancel_on_interrupt(stream):
+    with stream, cancel_on_interrupt(stream):
         text = ""
         try:
             for chunk in stream:
@@ -111,25 +111,6 @@ def _generate(client: Client, arguments: argparse.Namespace) -> Generation:
     if generation.finish_reason == "cancelled" and not generation.token_ids:
         print(f"error: interrupted before {client.endpoint} gave an answer", file=sys.stderr)
     return generation
-
-
-@contextlib.contextmanager
-def _cancel_on_interrupt(stream: Stream) -> Iterator[None]:
-    """The first Ctrl-C ends the answer in order, a second one ends the program."""
-    asked = False
-
-    def handle(_number: int, _frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
-            raise KeyboardInterrupt
-        asked = True
-        stream.cancel()
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _json(generation: Generation) -> dict[str, Any]:

@@ -57,6 +57,7 @@ class Scheduler:
     _in_flight: set[int] = field(init=False, default_factory=set)
     _next_number: int = field(init=False, default=0)
     _prefill_turn: bool = field(init=False, default=True)
+    _next_lane: int = field(init=False, default=0)  # whose turn it is, where not all fit into a decode step
     credit_waits: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -125,7 +126,7 @@ class Scheduler:
 
     def next_batch(self) -> Batch | None:
         """The next batch, or None where nothing is ready or the credit is used up."""
-        ready = sorted((s for s in self._sessions.values() if s.pending and not s.prefilling), key=lambda s: s.lane)
+        ready = [s for s in self._sessions.values() if s.pending and not s.prefilling]
         if not ready and not self._prefills:
             return None
         if len(self._in_flight) >= self.max_in_flight:
@@ -133,11 +134,13 @@ class Scheduler:
             return None
         prefill = bool(self._prefills) and (self._prefill_turn or not ready)
         self._prefill_turn = not prefill
-        return self._prefill_chunk() if prefill else self._decode_step(ready[: self.max_rows])
+        return self._prefill_chunk() if prefill else self._decode_step(ready)
 
-    def _decode_step(self, sessions: Sequence[_Session]) -> Batch:
+    def _decode_step(self, ready: Sequence[_Session]) -> Batch:
+        taken = sorted(ready, key=lambda s: (s.lane - self._next_lane) % self.n_lanes)[: self.max_rows]
+        self._next_lane = taken[-1].lane + 1
         rows, tokens = [], []
-        for session in sessions:
+        for session in sorted(taken, key=lambda s: s.lane):  # neighbouring lanes run together
             rows.append(ScheduledRows(session.name, session.lane, session.position, 1, sample=True, opens=False))
             tokens.append(session.pending.popleft())
             session.position += 1

@@ -6,6 +6,7 @@ answered between two batches. libzmq's own thread moves bytes while the model co
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -70,7 +71,6 @@ class Stage:
         # Routing id -> role of those that were welcomed, the one silent for longest first.
         self._peers: OrderedDict[bytes, str] = OrderedDict()
         self._upstream: bytes | None = None
-        self._ring: bytes | None = None
         self._behind: tuple[wire.StageFacts, ...] = ()  # once known: the stages behind, in layer order
         self._announced = False
         self._queue: deque[tuple[RingMessage, list[memoryview]]] = deque()
@@ -115,9 +115,15 @@ class Stage:
     @property
     def ready(self) -> bool:
         """Whether this stage and everything behind it is ready; stage 0 also needs the ring closed."""
-        if self.model.is_first and not self.model.is_last and self._ring is None:
-            return False
+        if self.model.is_first and not self.model.is_last:
+            return self._ring is not None
         return self.model.is_last or bool(self._behind)
+
+    @property
+    def _ring(self) -> bytes | None:
+        """Routing id of the last stage behind this one, once it has closed the ring; no other's tokens count."""
+        last = self._behind[-1].stage.encode() if self._behind else b""
+        return last if self._peers.get(last) == "ring" else None
 
     @property
     def stages(self) -> tuple[wire.StageFacts, ...]:
@@ -413,8 +419,9 @@ class Stage:
         match message:
             case wire.Activations() | wire.SessionClose() | wire.BatchFailed() if peer == self._upstream:
                 self._take_ring_message(message, payloads)
-            case wire.BatchDone() if peer == self._ring and self.requests is not None:
-                self._take_batch_done(message)
+            case wire.BatchDone() if role == "ring" and self.requests is not None:
+                if peer == self._ring:  # else of a ring that broke: its sessions have been told
+                    self._take_batch_done(message)
             case wire.Generate() if role == "client" and self.requests is not None:
                 self.requests.submit(peer, message, accepting=self._why_not_accepting())
             case wire.Cancel() if role == "client" and self.requests is not None:
@@ -488,6 +495,8 @@ class Stage:
     def _welcome(self, peer: bytes, hello: wire.Hello) -> None:
         if hello.peer.encode() != peer:
             raise ProtocolError(f"HELLO of {hello.peer!r} came over a connection of another routing id")
+        if hello.facts is not None and hello.facts.stage != hello.peer:
+            raise ProtocolError(f"HELLO of {hello.peer!r} has the facts of {hello.facts.stage!r}")
         if hello.role == "upstream":
             assert hello.facts is not None
             check_neighbours(hello.facts, self.facts)
@@ -497,11 +506,10 @@ class Stage:
         elif hello.role == "ring":
             assert hello.facts is not None
             check_ring(self.facts, hello.facts)
-            if self._ring is not None and self.requests is not None and self._scheduler is not None:
-                # The last stage or its connection is a new one: what it had to say of batches under way is lost.
+            if peer == self._ring and self.requests is not None and self._scheduler is not None:
+                # The connection is a new one: what the last stage had to say of batches under way is lost.
                 self.requests.lost("the ring link was made anew")
                 self._scheduler.reset()
-            self._ring = peer
         self._peers[peer] = hello.role
         self._peers.move_to_end(peer)
         if len(self._peers) > MAX_PEERS:
@@ -525,7 +533,8 @@ class Stage:
         for event in link.events():
             if event.kind is LinkEventKind.CONNECTED:
                 role = "upstream" if link is self.next_link else "ring"
-                link.send(encode(wire.Hello(role, self.facts.stage, self.facts)))
+                with contextlib.suppress(PeerGone):  # then a DISCONNECTED follows
+                    link.send(encode(wire.Hello(role, self.facts.stage, self.facts)))
             elif event.kind is LinkEventKind.DISCONNECTED and link is self.next_link:
                 self._lost_next(event.detail)
             else:

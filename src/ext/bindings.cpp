@@ -256,7 +256,8 @@ void bind_context(nb::module_ &m) {
             },
             "rows"_a)
         .def("run", &run, "rows"_a, "tokens"_a, "outputs"_a, "arriving"_a,
-             nb::sig("def run(self, rows: Sequence[tuple[int, int, int]], tokens: NDArray[numpy.int32], outputs: Sequence[int], "
+             nb::sig("def run(self, rows: Sequence[tuple[int, int, int]], tokens: NDArray[numpy.int32], outputs: "
+                     "Sequence[int], "
                      "arriving: Sequence[tuple[int, str, int, str, Sequence[int], object]]) -> "
                      "list[tuple[int, str, int, str, tuple[int, int, int, int], NDArray[numpy.uint8]]]"))
         .def(

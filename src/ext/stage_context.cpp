@@ -2,6 +2,7 @@
 
 #include "llama_ext_abi.h"
 #include "native_guard.h"
+#include "skipped_compute.h"
 
 #include <algorithm>
 #include <array>
@@ -82,6 +83,7 @@ StageContext::StageContext(StageModel &model, const ContextOptions &options) : m
 
     install_callbacks();
     const NativeGuard guard;
+    SkippedCompute skipped;
     context_ = llama_init_from_model(model.model(), params);
     if (context_ == nullptr) {
         throw std::runtime_error(NativeGuard::error_text("llama.cpp could not create the context"));
@@ -90,8 +92,13 @@ StageContext::StageContext(StageModel &model, const ContextOptions &options) : m
     can_trim_ = !llama_model_is_recurrent(model.model()) && !llama_model_is_hybrid(model.model()) && !rolling_window;
     positions_.assign(static_cast<size_t>(options.lanes), 0);
     try {
+        if (!model.has_gpu_layers()) { // a GPU's scheduling looks at values (which experts are used), so they must be
+                                       // real
+            skipped.skip();
+        }
         find_crossing();
     } catch (...) {
+        skipped.restore();
         llama_free(context_);
         throw;
     }

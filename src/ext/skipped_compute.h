@@ -1,0 +1,33 @@
+// For dry runs: while one lives, the back ends that a context was made with compute nothing, so that a graph is built,
+// cut and its crossing tensors copied without the time a real run takes. Values are then meaningless.
+#pragma once
+
+#include "ggml_device_abi.h"
+
+#include <utility>
+#include <vector>
+
+namespace skippy {
+
+class SkippedCompute {
+  public:
+    // Notes every back end that this thread makes until `skip`. Contexts made by other threads are left alone.
+    SkippedCompute();
+    ~SkippedCompute();
+    SkippedCompute(const SkippedCompute &) = delete;
+    SkippedCompute &operator=(const SkippedCompute &) = delete;
+
+    void skip();
+    // Before the context is freed, and at the end.
+    void restore();
+
+  private:
+    static ggml_backend_t init_and_note(ggml_backend_dev_t device, const char *params);
+    void stop_noting();
+
+    bool noting_ = true;
+    using Compute = ggml_status (*)(ggml_backend_t, ggml_cgraph *);
+    std::vector<std::pair<ggml_backend_t, Compute>> backends_;
+};
+
+} // namespace skippy
