@@ -156,6 +156,7 @@ class StageProcess:
         code = self.process.wait(PATIENCE)
         for thread in self._threads:
             thread.join(PATIENCE)
+            assert not thread.is_alive(), "something that the stage started is still there"
         return code
 
     def stop(self) -> int:

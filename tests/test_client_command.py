@@ -102,7 +102,7 @@ OPTIONS: dict[str, object] = {
     "direct_io": True,
     "repack": False,
     "check_tensors": True,
-    "no_host_buffer": True,
+    "host_buffer": False,
 }
 
 

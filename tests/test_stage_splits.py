@@ -95,7 +95,10 @@ def test_neighbours_that_do_not_fit(
         ((model, "0:2", "--ctx-size", 512), ("--ctx-size differs: 512 on stage 0:2", "256 on stage 2:4")),
         ((model, "0:2", "-ctk", "f32"), ("--cache-type-k differs: f32 on stage 0:2", "f16 on stage 2:4")),
         *(
-            ((path, "0:2"), (f"model identity differs: {identity[name]} on stage 0:2", f"{identity['tiny']} on stage 2:4"))
+            (
+                (path, "0:2"),
+                (f"model identity differs: {identity[name]} on stage 0:2", f"{identity['tiny']} on stage 2:4"),
+            )
             for name, path in others.items()
         ),
     ]

@@ -7,7 +7,7 @@ import random
 import resource
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -128,7 +128,9 @@ def test_announced_size_bomb(pair: Pair, announced: int) -> None:
     assert pair.server.receive() is None
 
 
-def test_frame_at_the_limit_passes_and_above_it_only_the_offender_goes(make_transport) -> None:  # type: ignore[no-untyped-def]
+def test_frame_at_the_limit_passes_and_above_it_only_the_offender_goes(
+    make_transport: Callable[..., Transport],
+) -> None:
     transport = make_transport(limits=SocketLimits(frame_bytes=1000))
     generous = make_transport()
     server = transport.server()
@@ -146,7 +148,7 @@ def test_frame_at_the_limit_passes_and_above_it_only_the_offender_goes(make_tran
     assert transport.message(server).frames == [b"sorry"]
 
 
-def test_link_survives_a_frame_above_its_limit(make_transport, socket_dir: Path) -> None:  # type: ignore[no-untyped-def]
+def test_link_survives_a_frame_above_its_limit(make_transport: Callable[..., Transport], socket_dir: Path) -> None:
     """libzmq never reconnects after this; the link does."""
     stage = make_transport()
     client = make_transport(limits=SocketLimits(frame_bytes=1000))

@@ -50,6 +50,11 @@ class Worker:
     ) -> None:
         self.close()
 
+    @property
+    def pid(self) -> int:
+        """Of the process that forks the jobs."""
+        return self._process.pid
+
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
         """The job's result; ``{"crashed": reason}`` where its process ended without one."""
         if self._process.poll() is not None and not self._closed:

@@ -68,7 +68,7 @@ class StageOptions(BaseModel):
     direct_io: bool = Field(False, description="read weights past the page cache; only with all layers in one stage")
     repack: bool = Field(True, description="let llama.cpp rearrange weights for the CPU")
     check_tensors: bool = Field(False, description="look for invalid values in this stage's weights while loading")
-    no_host_buffer: bool = Field(False, description="no pinned host buffers for weights (llama.cpp: --no-host)")
+    host_buffer: bool = Field(True, description="pinned host buffers for weights that stay on the CPU beside a GPU")
 
     @field_validator("device", "tensor_split", mode="before")
     @classmethod
@@ -150,7 +150,7 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "main_gpu": ("-mg",),
     "split_mode": ("-sm",),
     "tensor_split": ("-ts",),
-    "no_host_buffer": ("--no-host",),
+    "host_buffer": ("--host",),
 }
 
 

@@ -83,7 +83,7 @@ class StageModel:
                 direct_io=options.direct_io,
                 repack=options.repack,
                 check_tensors=options.check_tensors,
-                no_host_buffer=options.no_host_buffer,
+                no_host_buffer=not options.host_buffer,
             )
         except RuntimeError as error:
             raise ModelFileError(f"{source.path}: {error}") from None

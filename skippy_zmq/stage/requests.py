@@ -116,10 +116,7 @@ class RequestTable:
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         special = add_special and add_special_for(text, self._bos_text, self._model.native_model.adds_bos)
-        adds_eos = self._model.native_model.adds_eos
-        return self._model.tokenize(
-            text, add_special=special or (add_special and adds_eos), parse_special=parse_special
-        )
+        return self._model.tokenize(text, add_special=special, parse_special=parse_special)
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         if not prompt:

@@ -25,6 +25,7 @@ from skippy_zmq.transport.frames import (
     Incoming,
     PeerGone,
     QueueFull,
+    SendableFrame,
     SendTracker,
 )
 from skippy_zmq.transport.link import Link, LinkEvent, LinkEventKind, Server
@@ -63,6 +64,7 @@ __all__ = [
     "QueueFull",
     "Security",
     "SendTracker",
+    "SendableFrame",
     "Server",
     "SocketFactory",
     "SocketLimits",
