@@ -140,9 +140,13 @@ class LocalPipeline:
 
     def failure(self) -> str:
         """What a stage that has ended said last, or "" while all run: the reason behind a StageLostError."""
+        deadline = time.monotonic() + _FAILURE_SECONDS
         with _watching(self._children) as selector:
-            ended = [child for child in _readable(selector, _FAILURE_SECONDS) if not _read(child)]
-        return _last_words(ended[0]) if ended else ""
+            while (left := deadline - time.monotonic()) > 0:
+                for child in _readable(selector, left):
+                    if not _read(child):
+                        return _last_words(child)
+        return ""
 
     def __enter__(self) -> LocalPipeline:
         self.start()

@@ -28,12 +28,11 @@ _END = None
 _MANY = """
 import contextlib, io, json, sys
 from skippy_zmq.stage.__main__ import main
-for line in sys.stdin:
-    print("begin", flush=True)
+for arguments in json.loads(sys.argv[1]):
     stderr = io.StringIO()
-    with contextlib.redirect_stderr(stderr):
+    with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
         try:
-            code = main(json.loads(line))
+            code = main([*arguments, "--exit-with-stdin"])
         except SystemExit as stopped:
             code = stopped.code
     print(json.dumps([code, stderr.getvalue()]), flush=True)
@@ -48,20 +47,20 @@ def stage_environment(**extra: str) -> dict[str, str]:
 
 
 def run_many(command_lines: Sequence[Sequence[str]], **environment: str) -> list[tuple[int, str]]:
-    """Exit code and stderr of the stage program for each of the command lines, none of which may start to serve.
+    """Exit code and stderr of the stage program for each of the command lines; what starts to serve ends at once.
 
     One process runs them all: a signal that ended it shows as a missing result.
     """
     done = subprocess.run(
-        [sys.executable, "-c", _MANY],
-        input="".join(json.dumps(list(arguments)) + "\n" for arguments in command_lines),
+        [sys.executable, "-c", _MANY, json.dumps([list(arguments) for arguments in command_lines])],
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         check=False,
         timeout=PATIENCE * 4,
         env=stage_environment(**environment),
     )
-    results = [tuple(json.loads(line)) for line in done.stdout.splitlines() if line != "begin"]
+    results = [tuple(json.loads(line)) for line in done.stdout.splitlines()]
     failed = command_lines[len(results)] if len(results) < len(command_lines) else None
     assert done.returncode == 0, (done.returncode, failed, done.stderr[-2000:])
     assert failed is None

@@ -15,7 +15,6 @@ from transport_helpers import PATIENCE, Transport
 
 from skippy_zmq.errors import OptionError
 from skippy_zmq.transport import (
-    MAX_FRAMES,
     ZERO_COPY_BYTES,
     Endpoint,
     LinkEventKind,
@@ -25,6 +24,7 @@ from skippy_zmq.transport import (
     boot_nonce,
     routing_id,
 )
+from skippy_zmq.wire.limits import MAX_FRAMES
 
 pytest_plugins = ("transport_fixtures",)
 

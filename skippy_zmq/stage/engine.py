@@ -510,6 +510,8 @@ class Stage:
                 # The connection is a new one: what the last stage had to say of batches under way is lost.
                 self.requests.lost("the ring link was made anew")
                 self._scheduler.reset()
+        elif peer in self._peers and self.requests is not None:
+            self.requests.forget_client(peer)  # a new process, or a new connection, under a known id
         self._peers[peer] = hello.role
         self._peers.move_to_end(peer)
         if len(self._peers) > MAX_PEERS:
@@ -530,20 +532,24 @@ class Stage:
             self.tokens.close_all()
 
     def _drain_link(self, link: Link) -> None:
+        self._receive_from(link)  # what arrived before the connection was lost comes first
         for event in link.events():
             if event.kind is LinkEventKind.CONNECTED:
                 role = "upstream" if link is self.next_link else "ring"
-                with contextlib.suppress(PeerGone):  # then a DISCONNECTED follows
+                with contextlib.suppress(PeerGone):  # lost again already: the next event says so
                     link.send(encode(wire.Hello(role, self.facts.stage, self.facts)))
             elif event.kind is LinkEventKind.DISCONNECTED and link is self.next_link:
                 self._lost_next(event.detail)
             else:
                 log.warning("%s", event.detail)
+        self._receive_from(link)
+
+    def _receive_from(self, link: Link) -> None:
         while (incoming := link.receive()) is not None:
             message, _ = self._decoded(incoming)
             if link is self.next_link:
                 self._from_next(message)
-            elif isinstance(message, wire.Error):
+            elif isinstance(message, wire.Error) and not message.retry:
                 raise self._refused(message, "stage 0")
 
     def _from_next(self, message: wire.Message) -> None:

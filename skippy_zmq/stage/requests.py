@@ -141,6 +141,11 @@ class RequestTable:
         else:
             self._end(request, "cancelled")
 
+    def forget_client(self, client: bytes) -> None:
+        """The client said HELLO again: whoever asked before is not there to read the answers."""
+        for request in [r for r in self._by_session.values() if r.client == client]:
+            self._end(request, "error")
+
     # ---- from the template renderer and the clock
 
     @property

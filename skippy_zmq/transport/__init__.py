@@ -19,7 +19,6 @@ from skippy_zmq.transport.endpoints import (
     check_connect,
 )
 from skippy_zmq.transport.frames import (
-    MAX_FRAMES,
     ZERO_COPY_BYTES,
     Frame,
     Incoming,
@@ -47,7 +46,6 @@ from skippy_zmq.transport.sockets import (
 )
 
 __all__ = [
-    "MAX_FRAMES",
     "MAX_FRAME_BYTES",
     "ZERO_COPY_BYTES",
     "BindTarget",

@@ -12,8 +12,6 @@ from zmq import backend
 
 from skippy_zmq.errors import RetryableError
 
-# Messages with more frames are thrown away while they are read.
-MAX_FRAMES = 64
 # Handing memory over costs a message to pyzmq's collector thread; below this size a copy is cheaper.
 ZERO_COPY_BYTES = 64 << 10
 

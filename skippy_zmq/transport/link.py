@@ -13,7 +13,6 @@ import zmq
 
 from skippy_zmq.transport.endpoints import Endpoint, check_bind, check_connect
 from skippy_zmq.transport.frames import (
-    MAX_FRAMES,
     Incoming,
     PeerGone,
     QueueFull,
@@ -24,6 +23,7 @@ from skippy_zmq.transport.frames import (
 )
 from skippy_zmq.transport.ipc_path import IpcClaim
 from skippy_zmq.transport.sockets import SocketFactory, has_input, last_endpoint
+from skippy_zmq.wire.limits import MAX_FRAMES
 
 # A lost or refused connection is dialled again after the first time, then after twice as long each, up to the last.
 REDIAL_SECONDS = 0.05

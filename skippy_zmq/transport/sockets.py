@@ -14,9 +14,10 @@ from skippy_zmq.errors import EndpointError, OptionError
 from skippy_zmq.transport.endpoints import BindTarget, ConnectTarget
 from skippy_zmq.transport.security import Security, check_public_key
 from skippy_zmq.transport.zap import ZAP_DOMAIN, Authenticator
+from skippy_zmq.wire.limits import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES
 
 # Frames above this end the connection that announced them, before any memory is taken.
-MAX_FRAME_BYTES = 256 << 20
+MAX_FRAME_BYTES = max(MAX_PAYLOAD_BYTES, MAX_HEADER_BYTES)
 # Messages queued towards one peer; credit keeps the real number far below, so reaching it means a reader that stopped.
 SEND_QUEUE_MESSAGES = 1000
 # Messages held for us per peer; small, since it times the frame limit bounds what one peer can make us store.
