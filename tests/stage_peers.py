@@ -169,15 +169,18 @@ class Asker:
             self.order.append(message.request)
         elif isinstance(message, wire.Tokens):
             answer = self.answers[message.request]
-            assert not answer.over, (message, answer)
+            assert not answer.finish_reason, (message, answer)
+            if answer.error is not None:
+                return  # it was on its way when stage 0 ended the request
             assert message.index == len(answer.token_ids), "the stream has a gap"
             answer.token_ids += message.token_ids
             answer.text += message.text
             answer.finish_reason = message.finish_reason
         elif isinstance(message, wire.Error) and message.request:
             answer = self.answers[message.request]
-            assert not answer.over, (message, answer)
-            answer.error = message
+            if not answer.finish_reason:  # else the end came from the last stage first
+                assert answer.error is None, (message, answer)
+                answer.error = message
 
     def close(self) -> None:
         for peer in self._peers:

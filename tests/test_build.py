@@ -5,9 +5,12 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+
+import skippy_zmq
 
 ROOT = Path(__file__).parent.parent
 
@@ -64,6 +67,11 @@ def test_the_pin_is_the_same_everywhere() -> None:
     version = pin.split('SKIPPY_PIN_PACKAGE "')[1].split('"')[0]
     for name in ("pyproject.toml", "Makefile"):
         assert f"llama-cpp-python=={version}" in (ROOT / name).read_text()
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert skippy_zmq.__version__ == version
 
 
 def test_a_prefix_of_the_pinned_version_is_taken(tmp_path: Path) -> None:

@@ -126,6 +126,21 @@ def test_wrong_options(arguments: list[str | Path], complaint: str) -> None:
     assert result.stderr.count("\n") == 1
 
 
+def test_interrupt_ends_everything(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "skippy_zmq.certify", str(ARCH)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, env=environment) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert ": exact at 1-3" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        # all who hold the pipe are gone when it ends, the children too
+        assert process.stderr.read() == "certify: interrupted\n"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_other_weights_are_inexact(worker: Worker, tmp_path: Path) -> None:
     one, other = (tiny(tmp_path / f"{seed}.gguf", seed=seed) for seed in (1, 2))
     folder = tmp_path / "reference"

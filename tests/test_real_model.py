@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pipeline_helpers import FLOAT32, Pipelines, greedy_ids, greedy_reference, run_client
 
@@ -19,6 +20,8 @@ from skippy_zmq.sources.demo_models import MODELS, cache_directory, demo_model
 pytest_plugins = ("pipeline_fixtures",)
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
+# Of the scale of the logits; llama.cpp's GELU, which Gemma uses, is a table of f16.
+TOLERANCE = {"llama": 1e-5, "qwen3": 1e-5, "gemma3_text": 1e-3}
 N_TOKENS = 64
 # Longer than a chunk, so that chunks cross the boundaries too.
 CHUNK = 64
@@ -107,6 +110,12 @@ def test_golden_checkpoints_answer_as_transformers_does(one_pipeline: Pipelines,
     expected = json.loads((GOLDEN / name / "expected.json").read_text())
     client = one_pipeline(GOLDEN / name / "reference-f32.gguf", stages, **FLOAT32)
     assert greedy_ids(client, expected["prompt_ids"], len(expected["greedy_ids"])) == expected["greedy_ids"]
+    logits = np.load(GOLDEN / name / "logits.npy")  # by transformers, a row per position of the prompt
+    tolerance = TOLERANCE[name] * np.abs(logits).max()
+    for n_tokens in range(1, len(expected["prompt_ids"]) + 1):
+        answer = client.generate(token_ids=expected["prompt_ids"][:n_tokens], max_tokens=1, logits=True)
+        assert answer.logits is not None
+        assert np.abs(answer.logits[0] - logits[n_tokens - 1]).max() <= tolerance
     for text, token_ids in expected["tokenized"].items():
         assert list(client.tokenize(text, add_special=False)) == token_ids
         assert client.detokenize(token_ids) == text.encode()

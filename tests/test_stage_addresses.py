@@ -74,6 +74,22 @@ def test_every_interface_on_purpose_warns_once(model: Path, start_stage: Callabl
     assert "without encryption or authentication" in warnings[0]
 
 
+def test_clients_need_an_address_that_they_can_use(model: Path) -> None:
+    last = ("--model", str(model), "--layers", "2:4", "--first", "ipc:///nowhere/0", "--allow-plaintext", *SMALL)
+    table = {
+        ("--bind", "tcp://0.0.0.0:0"): "clients cannot connect to tcp://0.0.0.0:",
+        ("--bind", "tcp://*:0"): "clients cannot connect to tcp://0.0.0.0:",
+        ("--bind", "0", "--advertise", "tcp://*:5000"): "clients cannot connect to tcp://*:5000: --advertise",
+        ("--bind", "0", "--advertise", "tcp://here:0"): "clients cannot connect to tcp://here:0: --advertise",
+    }
+    results = run_many([(*last, *arguments) for arguments in table])
+    for (arguments, wanted), (code, stderr) in zip(table.items(), results, strict=True):
+        assert code == 2, arguments
+        assert wanted in error_line(stderr)
+    fine = ("--bind", "tcp://0.0.0.0:0", "--advertise", "tcp://example.invalid:7701")
+    assert [code for code, _ in run_many([(*last, *fine)])] == [0]
+
+
 def test_addresses_that_cannot_be(model: Path, socket_dir: Path, tmp_path: Path) -> None:
     long = f"ipc://{tmp_path}/{'d' * 150}"
     table = {

@@ -91,12 +91,13 @@ def cost(path: Path, start: int, end: int, **options: Any) -> dict[str, Any]:
     return value
 
 
-@pytest.fixture(scope="module")
-def hundred_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return sparse(tmp_path_factory.mktemp("sparse") / "model.gguf", N_LAYERS, layer_bytes=1 << 20)
+@pytest.fixture
+def hundred_layers(tmp_path: Path) -> Path:
+    """New for each test: nothing of it is in the page cache but its header."""
+    return sparse(tmp_path / "model.gguf", N_LAYERS, layer_bytes=1 << 20)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def share(hundred_layers: Path) -> int:
     """Bytes of the weights of layers START:END, by the file's own table."""
     prefixes = tuple(f"blk.{layer}." for layer in range(START, END))

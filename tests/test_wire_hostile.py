@@ -388,12 +388,19 @@ def test_payload_frames_that_do_not_match_their_descriptors(payloads: tuple[byte
     ],
 )
 def test_one_wrong_field_of_other_messages(kind: Kind, place: tuple[int, ...], value: Any, words: str) -> None:
-    prefix, header = frames_of(kind)
+    prefix, header, *payloads = frames_of(kind)
     values = inner = msgpack.unpackb(header)
     for index in place[:-1]:
         inner = inner[index]
     inner[place[-1]] = value
-    assert str(refusal([prefix, msgpack.packb(values)])).startswith(words)
+    assert str(refusal([prefix, msgpack.packb(values), *payloads])).startswith(words)
+
+
+def test_logits_of_another_size_than_their_descriptor() -> None:
+    prefix, header, payload = frames_of(Kind.TOKENS)
+    assert "wanted 16 bytes" in str(refusal([prefix, header, bytes(payload)[:-4]]))
+    assert "wanted 1 payload frames" in str(refusal([prefix, header]))
+    assert "wanted 1 payload frames" in str(refusal([prefix, header, payload, payload]))
 
 
 def test_no_field_needs_more_nesting_than_the_limit_says() -> None:

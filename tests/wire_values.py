@@ -97,7 +97,15 @@ EXAMPLES: dict[Kind, Any] = {
     Kind.GENERATE: Generate("r-1", 32, messages=(ChatMessage("user", "Grüße 🦙"),), sampling=_SAMPLING, stop=("###",)),
     Kind.CANCEL: Cancel("r-1"),
     Kind.ACCEPTED: Accepted("r-1", (1, 2, 49151)),
-    Kind.TOKENS: Tokens("r-1", 3, (17, 18), " lama", "stop", {"prefill": 12_000, "decode": 90_000}),
+    Kind.TOKENS: Tokens(
+        "r-1",
+        3,
+        (17, 18),
+        " lama",
+        "stop",
+        {"prefill": 12_000, "decode": 90_000},
+        (TensorDescriptor("logits", 0, 0, "f32", (4,), 16),),
+    ),
     Kind.ACTIVATIONS: BATCH,
     Kind.SESSION_CLOSE: SessionClose("s-1", 0, "cancelled"),
     Kind.BATCH_DONE: BatchDone(
@@ -116,6 +124,8 @@ EXAMPLES: dict[Kind, Any] = {
 
 
 def example_payloads(kind: Kind) -> tuple[bytes, ...]:
+    if kind is Kind.TOKENS:
+        return (bytes(range(16)),)
     return BATCH_PAYLOADS if kind is Kind.ACTIVATIONS else ()
 
 

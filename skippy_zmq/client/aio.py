@@ -87,6 +87,7 @@ class AsyncClient:
         sampling: SamplingParams = GREEDY,
         stop: str | Sequence[str] = (),
         timeout: float | None = None,
+        logits: bool = False,
     ) -> Generation:
         """As Client.generate. Cancelling the task cancels the request."""
         stream = self.stream(
@@ -97,6 +98,7 @@ class AsyncClient:
             sampling=sampling,
             stop=stop,
             timeout=timeout,
+            logits=logits,
         )
         async with stream:
             async for _ in stream:
@@ -113,6 +115,7 @@ class AsyncClient:
         sampling: SamplingParams = GREEDY,
         stop: str | Sequence[str] = (),
         timeout: float | None = None,
+        logits: bool = False,
     ) -> AsyncStream:
         """As Client.stream, for ``async for``; leave a loop early by ``async with`` or ``close``."""
         request = self._new_request()
@@ -125,6 +128,7 @@ class AsyncClient:
             sampling=sampling,
             stop=stop,
             timeout=timeout,
+            logits=logits,
         )
         self._submit(request, message, timeout=timeout)
         return AsyncStream(self, request)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
 from skippy_zmq.client.results import Chunk, Generation, Timings
 from skippy_zmq.errors import ProtocolError
 from skippy_zmq.wire.messages import StageFacts, Tokens
@@ -17,6 +22,7 @@ class Answer:
         self._request = request
         self._token_ids: list[int] = []
         self._text: list[str] = []
+        self._logits: list[npt.NDArray[np.float32]] = []
         self._prompt: tuple[int, ...] | None = None
         self._last: Tokens | None = None
         self._sent_at = 0.0
@@ -31,7 +37,7 @@ class Answer:
         self._prompt = prompt_token_ids
         self._accepted_at = now
 
-    def add(self, tokens: Tokens, now: float) -> Chunk:
+    def add(self, tokens: Tokens, now: float, payloads: Sequence[memoryview] = ()) -> Chunk:
         """Take the next part; raise ProtocolError where one is missing or comes after the end."""
         if self._last is not None:
             raise ProtocolError(f"request {self._request}: tokens after the last ones")
@@ -45,7 +51,8 @@ class Answer:
             self._first_at = now
         if tokens.finish_reason:
             self._last = tokens
-        return Chunk(tokens.text, tokens.token_ids, tokens.finish_reason)
+        self._logits += [np.frombuffer(row, "<f4") for row in payloads]
+        return Chunk(tokens.text, tokens.token_ids, tokens.finish_reason, self._logits[-1] if payloads else None)
 
     @property
     def complete(self) -> bool:
@@ -55,7 +62,15 @@ class Answer:
         """Everything there is; "cancelled" where no last part came."""
         reason = self._last.finish_reason if self._last is not None else "cancelled"
         prompt = self._prompt or ()
-        return Generation("".join(self._text), tuple(self._token_ids), prompt, reason, self._timings(prompt), stages)
+        return Generation(
+            "".join(self._text),
+            tuple(self._token_ids),
+            prompt,
+            reason,
+            self._timings(prompt),
+            stages,
+            np.stack(self._logits) if self._logits else None,
+        )
 
     def _timings(self, prompt: tuple[int, ...]) -> Timings:
         measured = self._last.timings if self._last is not None else {}

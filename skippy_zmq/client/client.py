@@ -81,10 +81,12 @@ class Client:
         sampling: SamplingParams = GREEDY,
         stop: str | Sequence[str] = (),
         timeout: float | None = None,
+        logits: bool = False,
     ) -> Generation:
         """The whole answer to exactly one of ``prompt`` (text as it is), ``messages`` (a chat) and ``token_ids``.
 
         ``stop``: texts that end the answer. ``timeout``: seconds for everything, None for any time.
+        ``logits``: also return those that tokens were chosen by.
         """
         with self.stream(
             prompt,
@@ -94,6 +96,7 @@ class Client:
             sampling=sampling,
             stop=stop,
             timeout=timeout,
+            logits=logits,
         ) as stream:
             for _ in stream:
                 pass
@@ -109,6 +112,7 @@ class Client:
         sampling: SamplingParams = GREEDY,
         stop: str | Sequence[str] = (),
         timeout: float | None = None,
+        logits: bool = False,
     ) -> Stream:
         """The answer as it comes; parameters as for ``generate``."""
         self._connection.check_usable()
@@ -122,6 +126,7 @@ class Client:
             sampling=sampling,
             stop=stop,
             timeout=timeout,
+            logits=logits,
         )
         self._conversation.submit(request, message, time.monotonic(), timeout=timeout)
         self._mailboxes[request] = deque()

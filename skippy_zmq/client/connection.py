@@ -120,11 +120,11 @@ class Connection:
             self.conversation.malformed(name, ProtocolError(f"a message of {incoming.excess} frames too many"))
             return
         try:
-            message, _ = decode(incoming.frames)
+            message, payloads = decode(incoming.frames)
         except ProtocolError as error:
             self.conversation.malformed(name, error)
             return
-        self.conversation.received(name, message, time.monotonic())
+        self.conversation.received(name, message, time.monotonic(), payloads)
 
     def _note(self, name: str, event: LinkEvent) -> None:
         if event.kind is LinkEventKind.CONNECTED:

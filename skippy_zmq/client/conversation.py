@@ -5,7 +5,7 @@ No sockets, no threads, no clock (``now`` is time.monotonic's, passed in), so ``
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from skippy_zmq.client.answer import Answer
@@ -220,7 +220,7 @@ class Conversation:
         """A message from ``endpoint`` that cannot be understood: an answer may have been in it."""
         self._fail_sent(endpoint, lambda: ProtocolError(f"{endpoint}: {error}", code=error.code))
 
-    def received(self, endpoint: str, message: Message, now: float) -> None:
+    def received(self, endpoint: str, message: Message, now: float, payloads: Sequence[memoryview] = ()) -> None:
         match message:
             case Welcome():
                 self._peers[endpoint].welcomed = True
@@ -236,7 +236,7 @@ class Conversation:
             case Accepted():
                 self._accepted(message, now)
             case Tokens():
-                self._tokens(message, now)
+                self._tokens(message, now, payloads)
             case Tokenized() | Detokenized() | StatsReply():
                 if self._pending.pop(message.request, None) is not None:
                     self._out.events.append((message.request, message))
@@ -304,13 +304,13 @@ class Conversation:
             if pending.answer.complete:
                 self._finish(message.request, pending)
 
-    def _tokens(self, message: Tokens, now: float) -> None:
+    def _tokens(self, message: Tokens, now: float, payloads: Sequence[memoryview]) -> None:
         request = message.request
         pending = self._pending.get(request)
         if pending is None or pending.answer is None:
             return  # it was abandoned
         try:
-            chunk = pending.answer.add(message, now)
+            chunk = pending.answer.add(message, now, payloads)
         except ProtocolError as error:
             self.abandon(request)
             self._out.events.append((request, error))

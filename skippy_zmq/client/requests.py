@@ -24,6 +24,7 @@ def generate_request(
     sampling: SamplingParams,
     stop: str | Sequence[str],
     timeout: float | None,
+    logits: bool = False,
 ) -> Generate:
     """The message; what its fields hold is checked when it is encoded. Raises RequestError."""
     return Generate(
@@ -35,6 +36,7 @@ def generate_request(
         sampling=sampling,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         timeout_ms=0 if timeout is None else math.ceil(check_timeout(timeout) * 1000),
+        logits=logits,
     )
 
 

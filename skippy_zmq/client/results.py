@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from skippy_zmq.wire.messages import StageFacts
 
 
@@ -12,12 +15,14 @@ from skippy_zmq.wire.messages import StageFacts
 class Chunk:
     """A part of an answer: whole characters of ``text`` (maybe none yet) and the tokens behind it.
 
-    ``finish_reason`` is "" until the last chunk, which says "stop", "length" or "cancelled".
+    ``finish_reason`` is "" until the last chunk, which says "stop", "length" or "cancelled". ``logits``: float32
+    [n_vocab] that the token, or the end, was chosen by, where the request asked for them.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str = ""
+    logits: npt.NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,8 @@ class Generation:
     """A whole answer. ``token_ids`` are without the token that ends a generation; ``text`` without any stop string.
 
     ``stages``: the pipeline that gave it, in layer order. ``prompt_token_ids`` is empty where the request was cancelled
-    before it had a lane.
+    before it had a lane. ``logits``: float32 [choices, n_vocab], a row for each token and one for an end that was chosen,
+    where the request asked for them.
     """
 
     text: str
@@ -43,6 +49,7 @@ class Generation:
     finish_reason: str
     timings: Timings
     stages: tuple[StageFacts, ...]
+    logits: npt.NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True)

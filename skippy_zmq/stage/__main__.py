@@ -22,7 +22,7 @@ from skippy_zmq.stage.config import StageConfig, check_role, parse_config
 from skippy_zmq.stage.facts import check_certified, ready_line, stage_facts
 
 if TYPE_CHECKING:
-    from skippy_zmq.transport import Security
+    from skippy_zmq.transport import Endpoint, Security
 
 log = logging.getLogger("skippy_zmq.stage")
 
@@ -40,7 +40,8 @@ def main(argv: list[str] | None = None) -> int:
             stream=sys.stderr,
             format=f"%(asctime)s {config.name} %(levelname)s %(message)s",
         )
-        _serve(config)
+        with _stop_while_loading():
+            _serve(config)
     except SkippyError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -71,10 +72,10 @@ def _serve(config: StageConfig) -> None:
         stack.callback(server.close, 1.0)
         if server.warning:
             log.warning("%s", server.warning)
-        with _stop_while_loading(), _progress(config) as progress:
-            model = StageModel(source, config.layers, config.options, progress=progress)
+        endpoint = _advertised(config, server.endpoint)
         stage_id = routing_id(config.name, boot_nonce())
-        endpoint = config.advertise or str(server.endpoint)
+        with _progress(config) as progress:
+            model = StageModel(source, config.layers, config.options, progress=progress)
         facts = stage_facts(model, source.identity(), stage_id.decode(), endpoint)
         links = {}
         for name, key in (("next", config.next_key), ("first", config.first_key)):
@@ -122,9 +123,24 @@ def _security(config: StageConfig) -> Security | None:
     return Security(load_keys(config.curve_key), allowed)
 
 
+def _advertised(config: StageConfig, bound: Endpoint) -> str:
+    """The address that clients are told; raise OptionError where they need it and could not use it."""
+    from skippy_zmq.errors import OptionError
+    from skippy_zmq.transport import Endpoint
+    from skippy_zmq.wire.limits import MAX_LABEL_BYTES
+
+    endpoint = Endpoint.parse(config.advertise) if config.advertise else bound
+    unusable = endpoint.transport == "tcp" and (endpoint.host in ("*", "0.0.0.0", "::") or not endpoint.port)
+    if unusable and (config.advertise or config.first):  # clients find the last stage by it, stage 0 without
+        raise OptionError(f"clients cannot connect to {endpoint}: --advertise has to name one host and port")
+    if len(str(endpoint).encode()) > MAX_LABEL_BYTES:
+        raise OptionError(f"--advertise: wanted at most {MAX_LABEL_BYTES} bytes, got {len(str(endpoint).encode())}")
+    return str(endpoint)
+
+
 @contextlib.contextmanager
 def _stop_while_loading() -> Iterator[None]:
-    """SIGTERM and SIGINT end a load at its next progress report."""
+    """SIGTERM and SIGINT end a load, at its next progress report at the latest."""
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         raise _Stopped

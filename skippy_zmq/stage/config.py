@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from skippy_zmq.errors import OptionError
 from skippy_zmq.runtime.options import StageOptions, add_arguments, from_arguments, read_config
@@ -12,6 +13,8 @@ from skippy_zmq.topology import LayerRange
 
 DEFAULT_BIND = "tcp://127.0.0.1:7700"
 DEFAULT_DRAIN_SECONDS = 10.0
+_MAX_NAME_LENGTH = 100  # with the nonce that follows it, a name has to fit the wire's MAX_NAME_BYTES
+_LOG_LEVELS = ("debug", "info", "warning", "error")
 
 _EXAMPLES = """\
 examples:
@@ -74,9 +77,14 @@ _FLAG_KEYS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(f"{message} (see --help)")
+
+
 def parse_config(argv: list[str] | None = None) -> StageConfig:
     """Read the command line and the config file it names; raise OptionError for what does not fit."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m skippy_zmq.stage",
         description="Run a range of a model's layers as one stage of a pipeline.",
         epilog=_EXAMPLES,
@@ -96,7 +104,7 @@ def parse_config(argv: list[str] | None = None) -> StageConfig:
     parser.add_argument(
         "--progress", action=argparse.BooleanOptionalAction, default=None, help="progress bar on a terminal"
     )
-    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help="default: info")
+    parser.add_argument("--log-level", choices=_LOG_LEVELS, help="default: info")
     add_arguments(parser)
     arguments = parser.parse_args(argv)
 
@@ -118,8 +126,15 @@ def parse_config(argv: list[str] | None = None) -> StageConfig:
     drain = values["drain_seconds"]
     if drain is None:
         drain = DEFAULT_DRAIN_SECONDS
-    if not isinstance(drain, int | float) or not 0 <= drain <= 3600:
+    if isinstance(drain, bool) or not isinstance(drain, int | float) or not 0 <= drain <= 3600:
         raise OptionError(f"drain_seconds: wanted 0 to 3600, got {drain!r}")
+    level = values["log_level"] or "info"
+    if level not in _LOG_LEVELS:
+        raise OptionError(f"log_level: wanted one of {', '.join(_LOG_LEVELS)}, got {level!r}")
+
+    name = values["name"] or f"stage-{layers.start}-{layers.end}"
+    if len(name) > _MAX_NAME_LENGTH:
+        raise OptionError(f"--name: wanted at most {_MAX_NAME_LENGTH} characters, got {len(name)}")
 
     def path(name: str) -> Path | None:
         value = values[name]
@@ -132,7 +147,7 @@ def parse_config(argv: list[str] | None = None) -> StageConfig:
         next=values["next"],
         first=values["first"],
         advertise=values["advertise"],
-        name=values["name"] or f"stage-{layers.start}-{layers.end}",
+        name=name,
         options=from_arguments(arguments, file),
         uncertified=bool(values["uncertified"]),
         allow_plaintext=bool(values["allow_plaintext"]),
@@ -143,7 +158,7 @@ def parse_config(argv: list[str] | None = None) -> StageConfig:
         drain_seconds=float(drain),
         exit_with_stdin=bool(values["exit_with_stdin"]),
         progress=values["progress"] is not False,
-        log_level=values["log_level"] or "info",
+        log_level=level,
     )
 
 

@@ -175,9 +175,9 @@ class Stage:
 
     # ---- sending
 
-    def _send_to(self, peer: bytes, message: wire.Message) -> bool:
+    def _send_to(self, peer: bytes, message: wire.Message, payloads: Sequence[memoryview] = ()) -> bool:
         try:
-            self.server.send(peer, encode(message))
+            self.server.send(peer, encode(message, payloads))
         except PeerGone:
             self._peers.pop(peer, None)
             return False
@@ -187,10 +187,10 @@ class Stage:
             return False
         return True
 
-    def send_to_client(self, client: bytes, message: wire.Message) -> bool:
+    def send_to_client(self, client: bytes, message: wire.Message, payloads: Sequence[memoryview] = ()) -> bool:
         if isinstance(message, wire.Error):
             self.counters[f"errors.{message.code}"] += 1
-        return self._send_to(client, message)
+        return self._send_to(client, message, payloads)
 
     def _send_down(self, message: RingMessage, payloads: Sequence[memoryview] = ()) -> None:
         if self.next_link is None:

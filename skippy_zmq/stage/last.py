@@ -13,8 +13,8 @@ from skippy_zmq.runtime.stage_model import StageModel, Tokens
 from skippy_zmq.text import TextStream
 from skippy_zmq.wire import messages as wire
 
-# Sends a message to a client; False where it cannot be delivered (gone, or it does not read).
-SendToClient = Callable[[bytes, wire.Message], bool]
+# Sends a message and its payloads to a client; False where it cannot be delivered (gone, or it does not read).
+SendToClient = Callable[[bytes, wire.Message, Sequence[memoryview]], bool]
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class TokenSource:
         """Stage 0 has ended the session: tell the client, unless the session ended here first."""
         found = self._sessions.pop(session, None)
         if found is not None and reason == "cancelled":
-            self._finish(found, (), found.text.finish(), "cancelled")
+            self._finish(found, (), found.text.finish(), "cancelled", ())
 
     def close_all(self) -> None:
         self._sessions.clear()
@@ -64,7 +64,7 @@ class TokenSource:
     def fail(self, session: str, code: str, message: str) -> None:
         found = self._sessions.pop(session, None)
         if found is not None:
-            self._send(found.opened.client, wire.Error(code, message, found.opened.request))
+            self._send(found.opened.client, wire.Error(code, message, found.opened.request), ())
 
     def take(
         self, rows: Sequence[wire.SessionRows], tokens: Tokens
@@ -83,48 +83,67 @@ class TokenSource:
                     found.sampler.accept(tokens[first:row])
                 if entry.sample:
                     token = found.sampler.sample(row - 1)
-                    sampled.append(self._emit(found, entry.position + entry.n_rows, token))
+                    logits = self._logits(row - 1) if found.opened.logits else ()
+                    sampled.append(self._emit(found, entry.position + entry.n_rows, token, logits))
             except SkippyError as error:
                 del self._sessions[entry.session]
                 self._fail(found.opened, error)
                 failed.append((entry.session, error.code, str(error)))
         return sampled, failed
 
-    def _emit(self, found: _Session, position: int, token: int) -> wire.SampledToken:
+    def _logits(self, row: int) -> tuple[memoryview, ...]:
+        return (self._model.logits(row).astype("<f4", copy=False).data.cast("B"),)
+
+    def _emit(self, found: _Session, position: int, token: int, logits: tuple[memoryview, ...]) -> wire.SampledToken:
         opened = found.opened
         if found.generated == 0:
             found.first_token_at = time.monotonic_ns()
         if self._model.is_end_of_generation(token):
-            return self._end(found, position, token, (), found.text.finish(), "stop")
+            return self._end(found, position, token, (), found.text.finish(), "stop", logits)
         self.tokens += 1
         found.generated += 1
         delta = found.text.push(self._model.piece(token))
         if delta.stopped:
-            return self._end(found, position, token, (token,), delta.text, "stop")
+            return self._end(found, position, token, (token,), delta.text, "stop", logits)
         # The token itself would be run at `position`; without room for it nothing can follow.
         if found.generated >= opened.max_tokens or position >= self._model.n_ctx:
-            return self._end(found, position, token, (token,), delta.text + found.text.finish(), "length")
-        message = wire.Tokens(opened.request, found.generated - 1, (token,), delta.text)
-        if not self._send(opened.client, message):
+            text = delta.text + found.text.finish()
+            return self._end(found, position, token, (token,), text, "length", logits)
+        message = wire.Tokens(opened.request, found.generated - 1, (token,), delta.text, tensors=_described(logits))
+        if not self._send(opened.client, message, logits):
             self.undelivered += 1
             del self._sessions[opened.session]
             return wire.SampledToken(opened.session, opened.lane, position, token, "cancelled")
         return wire.SampledToken(opened.session, opened.lane, position, token)
 
     def _end(
-        self, found: _Session, position: int, token: int, shown: tuple[int, ...], text: str, reason: str
+        self,
+        found: _Session,
+        position: int,
+        token: int,
+        shown: tuple[int, ...],
+        text: str,
+        reason: str,
+        logits: tuple[memoryview, ...],
     ) -> wire.SampledToken:
         del self._sessions[found.opened.session]
-        self._finish(found, shown, text, reason)
+        self._finish(found, shown, text, reason, logits)
         return wire.SampledToken(found.opened.session, found.opened.lane, position, token, reason)
 
-    def _finish(self, found: _Session, shown: tuple[int, ...], text: str, reason: str) -> None:
+    def _finish(
+        self, found: _Session, shown: tuple[int, ...], text: str, reason: str, logits: tuple[memoryview, ...]
+    ) -> None:
         now = time.monotonic_ns()
         first = found.first_token_at or now
         timings = {"prefill_us": (first - found.opened_at) // 1000, "decode_us": (now - first) // 1000}
         index = found.generated - len(shown)
-        if not self._send(found.opened.client, wire.Tokens(found.opened.request, index, shown, text, reason, timings)):
+        message = wire.Tokens(found.opened.request, index, shown, text, reason, timings, _described(logits))
+        if not self._send(found.opened.client, message, logits):
             self.undelivered += 1
 
     def _fail(self, opened: wire.SessionOpen, error: SkippyError) -> None:
-        self._send(opened.client, wire.Error(error.code, str(error), opened.request))
+        self._send(opened.client, wire.Error(error.code, str(error), opened.request), ())
+
+
+def _described(logits: tuple[memoryview, ...]) -> tuple[wire.TensorDescriptor, ...]:
+    return tuple(wire.TensorDescriptor("logits", 0, 0, "f32", (row.nbytes // 4,), row.nbytes) for row in logits)

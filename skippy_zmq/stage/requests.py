@@ -206,6 +206,7 @@ class RequestTable:
                         ask.max_tokens,
                         ask.sampling,
                         ask.stop,
+                        ask.logits,
                     )
                 )
         return tuple(opens)

@@ -29,6 +29,7 @@ from skippy_zmq.wire.messages import (
     Message,
     TensorDescriptor,
     Tokenize,
+    Tokens,
 )
 from skippy_zmq.wire.schema import MESSAGE_FIELDS
 
@@ -36,11 +37,12 @@ _PREFIX_BYTES = 2  # frame 0: generation, kind
 _PREFIXES = {kind: bytes((GENERATION, kind)) for kind in Kind}
 _READERS = {int(kind): (kind, MESSAGE_FIELDS[cls].unpack) for kind, cls in MESSAGE_TYPES.items()}
 _WRITERS = {cls: (_PREFIXES[kind], MESSAGE_FIELDS[cls].pack) for kind, cls in MESSAGE_TYPES.items()}
+_WITH_PAYLOADS = (Activations, Tokens)
 _FROM_USER = (Generate, Tokenize, Detokenize)
 
 
 def encode(message: Message, payloads: Sequence[bytes | memoryview] = ()) -> list[bytes | memoryview]:
-    """Frames of ``message``; ``payloads`` (C-contiguous, one per descriptor of ACTIVATIONS) follow without a copy.
+    """Frames of ``message``; ``payloads`` (C-contiguous, one per tensor descriptor) follow without a copy.
 
     A message that ``decode`` would refuse is refused here. Raises RequestError (invalid_request or too_large) for
     Generate, Tokenize and Detokenize, whose contents are a user's, and ValueError for the others, where it is a bug.
@@ -59,7 +61,7 @@ def encode(message: Message, payloads: Sequence[bytes | memoryview] = ()) -> lis
         words = f"{type(message).__name__}: wanted a header of at most {MAX_HEADER_BYTES} bytes, got {len(header)}"
         _refuse_own(message, words, "too_large")
     frames: list[bytes | memoryview] = [prefix, header]
-    if payloads or type(message) is Activations:
+    if payloads or type(message) in _WITH_PAYLOADS:
         views = [_flat(payload) for payload in payloads]
         try:
             _check_payloads(message, views, _PREFIX_BYTES + len(header))
@@ -87,7 +89,7 @@ def decode(frames: Sequence[bytes | memoryview]) -> tuple[Message, list[memoryvi
         raise ProtocolError(words, code="too_large")
     payloads: list[memoryview] = []
     if count > 2:
-        if kind is not Kind.ACTIVATIONS:
+        if MESSAGE_TYPES[kind] not in _WITH_PAYLOADS:
             raise ProtocolError(f"{kind.name}: wanted no payload frames, got {count - 2}")
         payloads = [_flat(frame) for frame in frames[2:]]
     values = _parse(kind, header, size)
@@ -95,7 +97,7 @@ def decode(frames: Sequence[bytes | memoryview]) -> tuple[Message, list[memoryvi
         message: Message = unpack(values)
     except FieldError as refused:
         raise ProtocolError(_text(MESSAGE_TYPES[kind].__name__, refused)) from None
-    if kind is Kind.ACTIVATIONS:
+    if type(message) in _WITH_PAYLOADS:
         _check_payloads(message, payloads, _PREFIX_BYTES + size)
     return message, payloads
 
@@ -165,7 +167,7 @@ def _parse(kind: Kind, header: memoryview, size: int) -> Any:
 
 
 def _check_payloads(message: Message, payloads: Sequence[memoryview], size_before: int) -> None:
-    tensors: tuple[TensorDescriptor, ...] = message.tensors if isinstance(message, Activations) else ()
+    tensors: tuple[TensorDescriptor, ...] = message.tensors if isinstance(message, Activations | Tokens) else ()
     name = type(message).__name__
     if len(payloads) != len(tensors):
         raise ProtocolError(f"{name}: wanted {len(tensors)} payload frames, one per tensor, got {len(payloads)}")

@@ -181,7 +181,8 @@ class ChatMessage:
 class Generate:
     """A request: exactly one of ``prompt``, ``messages`` and ``token_ids`` is set. Client to stage 0.
 
-    ``timeout_ms``: the whole request, queueing included; 0 = the stage's own limit.
+    ``timeout_ms``: the whole request, queueing included; 0 = the stage's own limit. ``logits``: send those that each
+    token was chosen by.
     """
 
     kind: ClassVar[Kind] = Kind.GENERATE
@@ -193,6 +194,7 @@ class Generate:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
     timeout_ms: int = 0
+    logits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,11 +213,24 @@ class Accepted:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorDescriptor:
+    """One payload frame: which tensor, of which micro-batch, and its exact layout (shape innermost first)."""
+
+    name: str
+    occurrence: int
+    micro_batch: int
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
     """Last stage to client. ``index``: number of tokens sent before these, so that a gap shows.
 
     ``finish_reason``: "" while running, then "stop", "length" or "cancelled". ``text`` is whole characters, without any
-    part of a stop string. ``timings`` (last message only): microseconds by name.
+    part of a stop string. ``timings`` (last message only): microseconds by name. ``tensors``: where the request asked
+    for it, "logits", f32 [n_vocab], those that the token of this message (or the end) was chosen by.
     """
 
     kind: ClassVar[Kind] = Kind.TOKENS
@@ -225,6 +240,7 @@ class Tokens:
     text: str
     finish_reason: str = ""
     timings: Mapping[str, int] = field(default_factory=dict)
+    tensors: tuple[TensorDescriptor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +255,7 @@ class SessionOpen:
     max_tokens: int
     sampling: SamplingParams
     stop: tuple[str, ...] = ()
+    logits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,18 +270,6 @@ class SessionRows:
     position: int
     n_rows: int
     sample: bool
-
-
-@dataclass(frozen=True, slots=True)
-class TensorDescriptor:
-    """One payload frame: which crossing tensor, of which micro-batch, and its exact layout (shape innermost first)."""
-
-    name: str
-    occurrence: int
-    micro_batch: int
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)

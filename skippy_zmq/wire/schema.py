@@ -157,6 +157,7 @@ _STRUCT_COUNTS: Mapping[str, tuple[int, int]] = {
     "BatchFailed.opens": (0, MAX_LANES),
     "Generate.messages": (1, MAX_CHAT_MESSAGES),
     "Ready.stages": (1, MAX_STAGES),
+    "Tokens.tensors": (0, 1),
     "StageFacts.offered": (0, MAX_CROSSING_TENSORS),
     "StageFacts.wanted": (0, MAX_CROSSING_TENSORS),
     "Welcome.stages": (1, MAX_STAGES),
