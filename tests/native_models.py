@@ -11,11 +11,10 @@ from skippy_zmq.sources.gguf_model import open_model
 def open_native(path: Path) -> _native.StageModel:
     """All layers of the model, on the CPU."""
     model = open_model(path)
-    extents = [(e.name, e.virtual_offset, e.nbytes, e.file_index, e.file_offset) for e in model.extents]
+    tensors = [(t.name, t.type, t.nbytes, model.files.index(t.path), t.offset) for t in model.tensors]
     return _native.StageModel(
         (0, model.n_layers, model.n_layers, model.n_blocks),
-        model.header,
-        extents,
+        tensors,
         [str(file) for file in model.files],
         None,
         devices=[],

@@ -20,7 +20,7 @@ FIXTURES = sorted([*DATA.glob("arch/*.gguf"), *DATA.glob("golden/*/*.gguf")])
 
 @contextmanager
 def _loaded(path: Path) -> Iterator[llama_cpp.Llama]:
-    model = llama_cpp.Llama(str(path), n_ctx=256, n_threads=1, verbose=False)
+    model = llama_cpp.Llama(str(path), n_ctx=256, n_threads=1, logits_all=True, verbose=False)
     try:
         yield model
     finally:
@@ -39,9 +39,8 @@ def _greedy(model: llama_cpp.Llama, prompt: list[int], n: int) -> list[int]:
 @pytest.mark.parametrize("path", FIXTURES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_sound_models_of_many_kinds_open(path: Path) -> None:
     model = open_model(path)
-    assert path.read_bytes().startswith(model.header)
-    assert model.size == path.stat().st_size
-    assert len(model.extents) == len(model.tensors) > 0
+    last = max(model.tensors, key=lambda tensor: tensor.offset)
+    assert last.offset + last.nbytes <= path.stat().st_size
     assert model.n_blocks >= model.n_layers >= 1
     assert len(model.array("tokenizer.ggml.tokens")) == model.n_vocab
     assert model.metadata["general.architecture"] == model.architecture

@@ -1,4 +1,4 @@
-"""Shards: joined into one virtual file that holds the same model; case G04: the same tensor twice is refused."""
+"""Shards: the same model as one file; case G04: the same tensor twice is refused."""
 
 from __future__ import annotations
 
@@ -18,42 +18,19 @@ def single(tmp_path: Path) -> Path:
     return tiny(tmp_path / "tiny.gguf", hidden=32, ffn=32, heads=2, kv_heads=1)
 
 
-def _virtual_bytes(model: GgufModel) -> bytes:
-    """The virtual file, put together from header and extents alone."""
-    out = bytearray(model.size)
-    out[: len(model.header)] = model.header
-    contents = [path.read_bytes() for path in model.files]
-    for extent in model.extents:
-        data = contents[extent.file_index][extent.file_offset : extent.file_offset + extent.nbytes]
-        out[extent.virtual_offset : extent.virtual_offset + extent.nbytes] = data
-    return bytes(out)
-
-
-def test_single_file_is_its_own_virtual_file(single: Path) -> None:
-    model = open_model(single)
-    assert model.files == (single,)
-    assert _virtual_bytes(model) == single.read_bytes()
+def _tensor_bytes(model: GgufModel) -> dict[str, bytes]:
+    contents = {path: path.read_bytes() for path in model.files}
+    return {t.name: contents[t.path][t.offset : t.offset + t.nbytes] for t in model.tensors}
 
 
 @pytest.mark.parametrize("n", [2, 3, 7])
-def test_shards_make_the_same_virtual_file(single: Path, tmp_path: Path, n: int) -> None:
+def test_shards_hold_the_same_model(single: Path, n: int) -> None:
     first = shards(single, n)
-    model = open_model(first)
+    model, whole = open_model(first), open_model(single)
     assert [path.name for path in model.files] == [f"tiny-{i:05d}-of-{n:05d}.gguf" for i in range(1, n + 1)]
-    assert _virtual_bytes(model) == single.read_bytes()
+    assert _tensor_bytes(model) == _tensor_bytes(whole)
+    assert model.identity() == whole.identity()
     assert {t.name: t.path for t in model.tensors}["output.weight"] == model.files[-1]
-
-
-def test_virtual_file_of_shards_opens_as_a_model(single: Path, tmp_path: Path) -> None:
-    def wider(raw: RawGguf) -> None:
-        raw.values["general.alignment"] = scalar(UINT32, 256)
-        raw.alignment = 256
-
-    model = open_model(shards(rewrite(single, tmp_path / "wider.gguf", wider), 3))
-    joined = tmp_path / "joined.gguf"
-    joined.write_bytes(_virtual_bytes(model))
-    assert open_model(joined).identity() == model.identity()
-    assert all(extent.virtual_offset % 256 == 0 for extent in model.extents)
 
 
 def test_first_shard_may_hold_metadata_only(single: Path) -> None:

@@ -44,8 +44,8 @@ def _refusals(paths: list[Path], folder: Path, *stages: tuple[str, ...]) -> list
 def test_files_cut_short_or_too_long(sound: Path, tmp_path: Path) -> None:
     data = sound.read_bytes()
     model = open_model(sound)
-    early, late = model.extents[2], model.extents[-1]
-    sizes = [0, 3, 8, 24, 900, len(model.header), early.virtual_offset + 1, late.virtual_offset + 1, len(data) - 1]
+    early, late = model.tensors[2], model.tensors[-1]
+    sizes = [0, 3, 8, 24, 900, model.tensors[0].offset, early.offset + 1, late.offset + 1, len(data) - 1]
     paths = []
     for size in sizes:
         paths.append(tmp_path / f"cut-{size}.gguf")
@@ -110,7 +110,7 @@ def test_one_tensor_in_two_shards(sound: Path, tmp_path: Path) -> None:
     first = shards(model, 2)
     second = first.with_name(first.name.replace("00001-of", "00002-of"))
     name = "blk.1.attn_q.weight"
-    where = next(e.file_index for e in open_model(first).extents if e.name == name)
+    where = next(t.path == second for t in open_model(first).tensors if t.name == name)
     other = (second, first)[where]
 
     def double(raw: RawGguf) -> None:

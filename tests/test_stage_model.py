@@ -141,15 +141,15 @@ def with_extra(arriving: list[Crossing]) -> list[Crossing]:
         (lambda _: [], "0 tensors arrived, wanted 1"),
         (lambda arriving: arriving * 2, "2 tensors arrived, wanted 1"),
         (with_extra, "2 tensors arrived, wanted 1"),
-        (shortened, "wanted 512 of f32"),
+        (shortened, "wanted 512 bytes of f32"),
         (described(name="other"), "tensor 'other' of micro-batch 0 was not asked for"),
         (described(occurrence=1), "was not asked for"),
         (described(micro_batch=1), "of micro-batch 1 was not asked for"),
         (described(micro_batch=-1), "was not asked for"),
-        (described(dtype="f16"), "512 bytes of f16, wanted 512 of f32"),
+        (described(dtype="f16"), "is 512 bytes of f16 with 128 elements, wanted 512 bytes of f32"),
         (described(dtype="f99"), "tensor type 'f99' does not exist"),
-        (described(shape=(64, 3, 1, 1)), "wanted 512 of f32"),
-        (described(shape=(64, 1, 1, 1)), "wanted 512 of f32"),
+        (described(shape=(64, 3, 1, 1)), "wanted 512 bytes of f32"),
+        (described(shape=(64, 1, 1, 1)), "wanted 512 bytes of f32"),
         (described(shape=(64, 0, 1, 1)), "does not fit its 512 bytes"),
         (described(shape=(2**62, 4, 1, 1)), "does not fit its 512 bytes"),
         (described(shape=()), "wanted 1 to 4 dimensions"),
@@ -189,7 +189,7 @@ def test_outputs_that_do_not_fit(path: Path, outputs: tuple[int, ...], complaint
     assert pair.last.position(0) == 0
     pair.last.run([(0, 0, 4)], tokens(4), (1, 3), arriving)
     assert not np.array_equal(pair.last.logits(1), pair.last.logits(3))
-    with pytest.raises(ValueError, match="row 2 of the last batch has no logits"):
+    with pytest.raises(ProtocolError, match="row 2 of the last batch has no logits"):
         pair.last.logits(2)
 
 

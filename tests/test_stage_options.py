@@ -288,7 +288,7 @@ def test_check_tensors(path: Path, tmp_path: Path) -> None:
 
 
 def test_options_that_need_a_gpu_are_refused(path: Path) -> None:
-    with pytest.raises(UserError, match=r"n_gpu_layers is 1 but .* sees no GPU"):
+    with pytest.raises(UserError, match=r"n_gpu_layers is 1, but .* no GPU"):
         middle(path, with_options(n_gpu_layers=1, device=("none",)))
     with pytest.raises(UserError, match="device 'Nowhere7' does not exist here"):
         middle(path, with_options(device=("Nowhere7",)))
@@ -320,3 +320,15 @@ def test_direct_io(path: Path) -> None:
 )
 def test_where_things_lie_changes_no_bit(path: Path, values: dict[str, Any]) -> None:
     assert np.array_equal(logits(path, with_options(device=("none",), **values)), logits(path, SMALL))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"tensor_split": (1.0,)}, "tensor_split: wanted 0 shares"),
+        ({"main_gpu": 1}, "main_gpu is 1, but .* no GPU"),
+    ],
+)
+def test_options_for_gpus_are_not_ignored_without_one(path: Path, wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        middle(path, with_options(**wrong))

@@ -39,7 +39,7 @@ class Generation:
     """A whole answer. ``token_ids`` are without the token that ends a generation; ``text`` without any stop string.
 
     ``stages``: the pipeline that gave it, in layer order. ``prompt_token_ids`` is empty where the request was cancelled
-    before it had a lane. ``logits``: float32 [choices, n_vocab], a row for each token and one for an end that was chosen,
+    before it had a lane. ``logits``: float32 [choices, n_vocab], one row per token and one for a chosen end,
     where the request asked for them.
     """
 

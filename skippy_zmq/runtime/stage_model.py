@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from skippy_zmq import _native
-from skippy_zmq.errors import ModelFileError, NativeError, OptionError, ProtocolError
+from skippy_zmq.errors import ModelFileError, NativeError, OptionError, ProtocolError, RequestError
 from skippy_zmq.runtime.options import StageOptions
 from skippy_zmq.sources.gguf_model import GgufModel
 from skippy_zmq.topology import LayerRange
@@ -85,6 +85,8 @@ class StageModel:
                 check_tensors=options.check_tensors,
                 no_host_buffer=not options.host_buffer,
             )
+        except ValueError as error:
+            raise OptionError(str(error)) from None
         except RuntimeError as error:
             raise ModelFileError(f"{source.path}: {error}") from None
         try:
@@ -177,8 +179,11 @@ class StageModel:
         ]
 
     def logits(self, row: int) -> Logits:
-        """A copy of the logits of ``row`` of the last batch: float32 [n_vocab]."""
-        return self.native_context.logits(row)
+        """A copy of the logits of ``row`` of the last batch: float32 [n_vocab]; raise ProtocolError if it has none."""
+        try:
+            return self.native_context.logits(row)
+        except ValueError as error:
+            raise ProtocolError(str(error)) from None
 
     def trim(self, lane: int, position: int) -> None:
         """Forget the tokens of ``lane`` from ``position`` on; raise ProtocolError where the model cannot."""
@@ -188,8 +193,11 @@ class StageModel:
             raise ProtocolError(str(error)) from None
 
     def position(self, lane: int) -> int:
-        """Tokens that ``lane`` holds."""
-        return self.native_context.position(lane)
+        """Tokens that ``lane`` holds; raise ProtocolError for a lane that does not exist."""
+        try:
+            return self.native_context.position(lane)
+        except ValueError as error:
+            raise ProtocolError(str(error)) from None
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of ``text``; raise NativeError where the model has no tokenizer."""
@@ -199,8 +207,11 @@ class StageModel:
             raise NativeError(str(error)) from None
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
-        """The bytes of one token; control tokens are empty unless ``special``."""
-        return self.native_model.piece(token, special)
+        """The bytes of one token; control tokens are empty unless ``special``. Raise RequestError for no token."""
+        try:
+            return self.native_model.piece(token, special)
+        except IndexError as error:
+            raise RequestError(str(error), code="invalid_token") from None
 
     def detokenize(self, tokens: Sequence[int], *, special: bool = True) -> bytes:
         return b"".join(self.piece(token, special=special) for token in tokens)

@@ -13,7 +13,7 @@ from skippy_zmq.errors import ModelFileError
 from skippy_zmq.sources import architectures
 from skippy_zmq.sources.gguf_header import GgufHeader, TensorInfo
 from skippy_zmq.sources.gguf_hyperparameters import check_hyperparameters
-from skippy_zmq.sources.gguf_shards import Extent, open_shards, virtual_file
+from skippy_zmq.sources.gguf_shards import open_shards
 from skippy_zmq.sources.gguf_tensors import check_tensors
 from skippy_zmq.sources.gguf_values import ARRAY, STRING, U32, U64, shown, type_text
 from skippy_zmq.sources.gguf_vocabulary import check_vocabulary
@@ -30,8 +30,7 @@ class GgufModel:
 
     ``metadata`` holds the scalars; ``array`` decodes an array. ``n_blocks`` counts all blocks, ``n_layers`` those a
     pipeline runs (without the blocks that only predict further tokens). ``n_positions``: the positions of a learned
-    position table, None without one; running past it aborts llama.cpp. ``header``, ``extents`` and ``size`` describe
-    one virtual file that holds all tensors; for a single file it is the file itself.
+    position table, None without one; running past it aborts llama.cpp.
     """
 
     path: Path
@@ -47,9 +46,6 @@ class GgufModel:
     n_positions: int | None
     tied_output: bool
     chat_template: str | None
-    header: bytes
-    extents: tuple[Extent, ...]
-    size: int
     _first: GgufHeader
 
     def array(self, key: str) -> list[int] | list[float] | list[bool] | list[str]:
@@ -117,7 +113,6 @@ def open_model(path: str | Path) -> GgufModel:
     tensors = tuple(tensor for header in headers for tensor in header.tensors)
     check_tensors(path, tensors, architecture, hyperparameters.n_blocks, hyperparameters.n_layers)
     n_vocab = check_vocabulary(first)
-    joined = virtual_file(headers)
     by_name = {tensor.name: tensor for tensor in tensors}
     positions = by_name.get("position_embd.weight")
     return GgufModel(
@@ -134,9 +129,6 @@ def open_model(path: str | Path) -> GgufModel:
         n_positions=None if positions is None or len(positions.shape) < 2 else positions.shape[1],
         tied_output="output.weight" not in by_name,
         chat_template=_chat_template(first),
-        header=joined.header,
-        extents=joined.extents,
-        size=joined.size,
         _first=first,
     )
 

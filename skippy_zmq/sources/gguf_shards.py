@@ -1,38 +1,17 @@
-"""Find the shards of a model and describe the one virtual file that holds all their tensors."""
+"""Find the shards of a model and check them against each other."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from skippy_zmq.errors import ModelFileError
-from skippy_zmq.sources.gguf_header import MAGIC, MAX_HEADER_BYTES, MAX_TENSORS, GgufHeader, parse_header
-from skippy_zmq.sources.gguf_values import INT32, U32, U64, UINT16, shown, type_text
+from skippy_zmq.sources.gguf_header import MAX_TENSORS, GgufHeader, parse_header
+from skippy_zmq.sources.gguf_values import INT32, UINT16, shown, type_text
 
 _SHARD_NAME = re.compile(r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf\Z", re.DOTALL)
 MAX_SHARDS = 65_535
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """Where a tensor's bytes are: ``virtual_offset`` in the virtual file, ``file_offset`` in file ``file_index``."""
-
-    name: str
-    virtual_offset: int
-    nbytes: int
-    file_index: int
-    file_offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class VirtualFile:
-    """``header``: its bytes up to the first tensor; ``extents`` in the order of their offsets; ``size`` in bytes."""
-
-    header: bytes
-    extents: tuple[Extent, ...]
-    size: int
 
 
 def open_shards(path: Path) -> tuple[GgufHeader, ...]:
@@ -90,29 +69,3 @@ def _check_shards(headers: Sequence[GgufHeader]) -> None:
         )
     if len(owner) > MAX_TENSORS:
         raise ModelFileError(f"{headers[0].path}: number of tensors: wanted at most {MAX_TENSORS}, got {len(owner)}")
-
-
-def virtual_file(headers: Sequence[GgufHeader]) -> VirtualFile:
-    """The file itself when there is one; else the first shard's metadata (without split.*) and everyone's tensors."""
-    first = headers[0]
-    if len(headers) == 1:
-        extents = tuple(Extent(t.name, t.offset, t.nbytes, 0, t.offset) for t in first.tensors)
-        return VirtualFile(first.raw, extents, first.size)
-    kept = [value for key, value in first.values.items() if not key.startswith("split.")]
-    table = bytearray()
-    placed: list[tuple[str, int, int, int, int]] = []
-    offset = 0
-    for index, header in enumerate(headers):
-        for tensor in header.tensors:
-            name = tensor.name.encode()
-            table += U64.pack(len(name)) + name + U32.pack(len(tensor.shape))
-            table += b"".join(map(U64.pack, tensor.shape)) + U32.pack(tensor.type) + U64.pack(offset)
-            placed.append((tensor.name, offset, tensor.nbytes, index, tensor.offset))
-            offset = -(-(offset + tensor.nbytes) // first.alignment) * first.alignment
-    head = MAGIC + U32.pack(first.version) + U64.pack(len(placed)) + U64.pack(len(kept))
-    head += b"".join(first.raw[value.start : value.end] for value in kept) + table
-    start = -(-len(head) // first.alignment) * first.alignment
-    if start > MAX_HEADER_BYTES:
-        raise ModelFileError(f"{first.path}: wanted a joint header of at most {MAX_HEADER_BYTES} bytes, got {start}")
-    extents = tuple(Extent(name, start + at, nbytes, index, where) for name, at, nbytes, index, where in placed)
-    return VirtualFile(head.ljust(start, b"\0"), extents, start + offset)

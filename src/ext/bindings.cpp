@@ -115,15 +115,16 @@ nb::list run(StageContext &self, const std::vector<RowsTuple> &rows, const Token
     std::vector<MicroBatchTensor> tensors;
     for (nb::handle item : arriving) {
         auto [micro_batch, name, occurrence, type, shape, data] =
-            nb::cast<std::tuple<int, std::string, int, std::string, std::vector<int64_t>, Bytes>>(item);
+            nb::cast<std::tuple<int, std::string, int, std::string, std::vector<int64_t>, nb::object>>(item);
+        const auto bytes = nb::cast<Bytes>(data, false);
         if (shape.empty() || shape.size() > GGML_MAX_DIMS) {
             throw std::invalid_argument("tensor '" + name + "': wanted 1 to 4 dimensions");
         }
         MicroBatchTensor tensor{
-            micro_batch, {{name, occurrence}, type_named(type), {1, 1, 1, 1}, data.size()}, data.data(), nullptr};
+            micro_batch, {{name, occurrence}, type_named(type), {1, 1, 1, 1}, bytes.size()}, bytes.data(), nullptr};
         std::copy(shape.begin(), shape.end(), tensor.info.shape.begin());
         tensors.push_back(std::move(tensor));
-        alive.push_back(nb::cast(data));
+        alive.push_back(std::move(data));
     }
     const std::vector<int32_t> ids(tokens.data(), tokens.data() + tokens.size());
     const std::vector<LaneRows> entries = lane_rows(rows);
@@ -255,7 +256,7 @@ void bind_context(nb::module_ &m) {
                 return result;
             },
             "rows"_a)
-        .def("run", &run, "rows"_a, "tokens"_a, "outputs"_a, "arriving"_a,
+        .def("run", &run, "rows"_a, "tokens"_a.noconvert(), "outputs"_a, "arriving"_a,
              nb::sig("def run(self, rows: Sequence[tuple[int, int, int]], tokens: NDArray[numpy.int32], outputs: "
                      "Sequence[int], "
                      "arriving: Sequence[tuple[int, str, int, str, Sequence[int], object]]) -> "

@@ -350,9 +350,7 @@ bool GrammarMatcher::may_end(Set set) const {
     return !sets_[set].entries.empty() && sets_[set].entries.back().element == DONE; // DONE sorts last
 }
 
-bool GrammarMatcher::complete() const {
-    return partial_.missing == 0 && current_ == BOTTOM;
-}
+bool GrammarMatcher::complete() const { return partial_.missing == 0 && current_ == BOTTOM; }
 
 bool GrammarMatcher::allows(int32_t token) {
     if (pieces_.ends[static_cast<size_t>(token)]) {

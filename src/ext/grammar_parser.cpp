@@ -9,12 +9,8 @@ namespace {
 constexpr uint32_t MAX_CODE_POINT = 0x10FFFF;
 constexpr uint64_t UNBOUNDED = UINT64_MAX;
 
-bool is_word(char c) {
-    return ('a' <= c && c <= 'z') || ('A' <= c && c <= 'Z') || ('0' <= c && c <= '9') || c == '-';
-}
-bool is_digit(char c) {
-    return '0' <= c && c <= '9';
-}
+bool is_word(char c) { return ('a' <= c && c <= 'z') || ('A' <= c && c <= 'Z') || ('0' <= c && c <= '9') || c == '-'; }
+bool is_digit(char c) { return '0' <= c && c <= '9'; }
 
 CodePointSet normalized(CodePointSet set, bool negated) {
     std::sort(set.begin(), set.end());
@@ -142,18 +138,26 @@ class Parser {
                 pos_++;
             }
             switch (escape) {
-            case 'x': return hex(2);
-            case 'u': return hex(4);
-            case 'U': return hex(8);
-            case 't': return '\t';
-            case 'r': return '\r';
-            case 'n': return '\n';
+            case 'x':
+                return hex(2);
+            case 'u':
+                return hex(4);
+            case 'U':
+                return hex(8);
+            case 't':
+                return '\t';
+            case 'r':
+                return '\r';
+            case 'n':
+                return '\n';
             case '\\':
             case '"':
             case '[':
             case ']':
-            case '-': return uint8_t(escape);
-            default: fail("unknown escape");
+            case '-':
+                return uint8_t(escape);
+            default:
+                fail("unknown escape");
             }
         }
         if (lead < 0x80) {
@@ -348,8 +352,12 @@ class Parser {
         }
         uint64_t least = 0, most = UNBOUNDED;
         switch (text_[pos_++]) {
-        case '+': least = 1; break;
-        case '?': most = 1; break;
+        case '+':
+            least = 1;
+            break;
+        case '?':
+            most = 1;
+            break;
         case '{':
             skip_space(newlines);
             least = most = number();
@@ -365,7 +373,8 @@ class Parser {
             }
             pos_++;
             break;
-        default: break;
+        default:
+            break;
         }
         skip_space(newlines);
         if (most < least) {

@@ -374,7 +374,7 @@ void bind_sampler(nanobind::module_ &m) {
                 const nb::gil_scoped_release no_gil;
                 self.accept(tokens.data(), tokens.size());
             },
-            "tokens"_a, "Add int32 tokens of the prompt to the history that penalties look at.")
+            "tokens"_a.noconvert(), "Add int32 tokens of the prompt to the history that penalties look at.")
         .def(
             "sample",
             [](Sampler &self, const StageContext &context, int row) {
@@ -389,7 +389,7 @@ void bind_sampler(nanobind::module_ &m) {
                 const nb::gil_scoped_release no_gil;
                 return self.sample(logits.data(), logits.size());
             },
-            "logits"_a, "Choose a token by float32 logits [n_vocab], accept and return it.")
+            "logits"_a.noconvert(), "Choose a token by float32 logits [n_vocab], accept and return it.")
         .def("fits", &Sampler::fits, "token"_a, "Whether the grammar lets `token` come next; True without a grammar.");
 }
 

@@ -217,8 +217,9 @@ void StageContext::check_arriving(const std::vector<MicroBatch> &batches,
         if (tensor.info.type != spec->type || tensor.info.nbytes != bytes ||
             elements * ggml_type_size(spec->type) != bytes) {
             refuse(name + " is " + std::to_string(tensor.info.nbytes) + " bytes of " +
-                   ggml_type_name(tensor.info.type) + ", wanted " + std::to_string(bytes) + " of " +
-                   ggml_type_name(spec->type));
+                   ggml_type_name(tensor.info.type) + " with " + std::to_string(elements) + " elements, wanted " +
+                   std::to_string(bytes) + " bytes of " + ggml_type_name(spec->type) + " with " +
+                   std::to_string(bytes / ggml_type_size(spec->type)));
         }
     }
 }

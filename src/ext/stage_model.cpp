@@ -39,6 +39,11 @@ std::string number_range(int first, int last) {
     return pattern;
 }
 
+bool is_gpu(ggml_backend_dev_t device) {
+    const auto type = ggml_backend_dev_type(device);
+    return type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
+}
+
 bool starts_with(const std::string &text, const char *prefix) { return text.rfind(prefix, 0) == 0; }
 
 // What feeds the first layer only, but for token_embd and token_embd_norm, which are also the output matrix and the
@@ -67,39 +72,48 @@ bool StageModel::owns(const std::string &tensor) const {
     return true; // shared by all layers, for example rope frequencies
 }
 
+// Throws std::invalid_argument for an option that cannot be honoured on this machine.
 void StageModel::choose_gpus() {
     std::vector<ggml_backend_dev_t> found;
     if (options_.devices.empty()) {
         for (size_t i = 0; i < ggml_backend_dev_count(); ++i) {
-            ggml_backend_dev_t device = ggml_backend_dev_get(i);
-            const auto type = ggml_backend_dev_type(device);
-            if (type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU) {
-                found.push_back(device);
+            if (is_gpu(ggml_backend_dev_get(i))) {
+                found.push_back(ggml_backend_dev_get(i));
             }
         }
     } else if (options_.devices != std::vector<std::string>{"none"}) {
         for (const std::string &name : options_.devices) {
             ggml_backend_dev_t device = ggml_backend_dev_by_name(name.c_str());
             if (device == nullptr) {
-                throw std::runtime_error("device '" + name + "' does not exist here");
+                throw std::invalid_argument("device '" + name + "' does not exist here");
             }
-            const auto type = ggml_backend_dev_type(device);
-            if (type != GGML_BACKEND_DEVICE_TYPE_GPU && type != GGML_BACKEND_DEVICE_TYPE_IGPU) {
-                throw std::runtime_error("device '" + name + "' is no GPU: layers stay on the CPU without naming it");
+            if (!is_gpu(device)) {
+                throw std::invalid_argument("device '" + name +
+                                            "' is no GPU: layers stay on the CPU without naming it");
             }
             found.push_back(device);
         }
     }
+    const std::string none = "but llama.cpp was built without a GPU back end, or no GPU is to be used";
+    if (found.empty() && options_.n_gpu_layers > 0) {
+        throw std::invalid_argument("n_gpu_layers is " + std::to_string(options_.n_gpu_layers) + ", " + none);
+    }
+    if (options_.main_gpu != 0 && static_cast<size_t>(options_.main_gpu) >= found.size()) {
+        throw std::invalid_argument("main_gpu is " + std::to_string(options_.main_gpu) + ", " +
+                                    (found.empty() ? none : "wanted 0 to " + std::to_string(found.size() - 1)));
+    }
     if (options_.split_mode == "none" && !found.empty()) {
-        if (options_.main_gpu < 0 || static_cast<size_t>(options_.main_gpu) >= found.size()) {
-            throw std::runtime_error("main GPU " + std::to_string(options_.main_gpu) + ": wanted 0 to " +
-                                     std::to_string(found.size() - 1));
-        }
         found = {found[static_cast<size_t>(options_.main_gpu)]};
     }
-    if (found.empty() && options_.n_gpu_layers > 0) {
-        throw std::runtime_error("n_gpu_layers is " + std::to_string(options_.n_gpu_layers) +
-                                 " but llama.cpp was built without a GPU back end or sees no GPU");
+    if (!options_.tensor_split.empty()) {
+        float sum = 0;
+        for (const float share : options_.tensor_split) {
+            sum += share >= 0 ? share : std::nanf("");
+        }
+        if (options_.tensor_split.size() != found.size() || !(sum > 0) || !std::isfinite(sum)) {
+            throw std::invalid_argument("tensor_split: wanted " + std::to_string(found.size()) +
+                                        " shares, one per GPU, not negative and not all zero");
+        }
     }
     gpus_ = options_.n_gpu_layers == 0 ? std::vector<ggml_backend_dev_t>{} : found;
 }
@@ -139,8 +153,7 @@ void StageModel::place(llama_model_params &params) {
     }
     if (on_gpu > 0) {
         std::vector<float> weights = options_.tensor_split;
-        if (weights.size() != gpus_.size()) {
-            weights.clear();
+        if (weights.empty()) {
             for (ggml_backend_dev_t gpu : gpus_) {
                 size_t free = 0, total = 0;
                 ggml_backend_dev_memory(gpu, &free, &total);
@@ -229,7 +242,8 @@ StageModel::StageModel(StageLayers layers, std::vector<Extent> extents, const st
     place(params);
     const bool whole = cut_->is_first() && cut_->is_last();
     if (options_.direct_io && !whole) { // llama.cpp would read every tensor of the file
-        throw std::runtime_error("direct I/O would read other stages' weights too: it needs all layers in one stage");
+        throw std::invalid_argument(
+            "direct I/O would read other stages' weights too: it needs all layers in one stage");
     }
     params.load_mode = options_.direct_io ? LLAMA_LOAD_MODE_DIRECT_IO
                        : options_.mlock   ? LLAMA_LOAD_MODE_MMAP_MLOCK
@@ -250,7 +264,7 @@ StageModel::StageModel(StageLayers layers, std::vector<Extent> extents, const st
     }
     if (model_ != nullptr && options_.mlock && guard.failed_to_lock()) {
         llama_model_free(model_);
-        throw std::runtime_error("the weights could not be locked in memory: raise `ulimit -l`");
+        throw std::invalid_argument("the weights could not be locked in memory: raise `ulimit -l`");
     }
     if (model_ == nullptr) {
         throw std::runtime_error(NativeGuard::error_text("llama.cpp could not load the model"));
