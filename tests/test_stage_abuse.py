@@ -1,4 +1,4 @@
-"""Whatever a peer sends, a stage answers with one error of a stable code, and those who run meanwhile notice nothing."""
+"""Whatever a peer sends, a stage answers with one error of a stable code, and those who run meanwhile are not hurt."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ _UNFIT: list[tuple[str, Callable[[Asker, int], str], str]] = [
     ("text longer than the context", lambda a, _: a.ask(prompt="x" * 5000), "context_length_exceeded"),
     ("empty text", lambda a, _: a.ask(prompt=""), "invalid_request"),
     ("no chat template", lambda a, _: a.ask(messages=(wire.ChatMessage("user", "hi"),)), "chat_template"),
-    ("grammar", lambda a, _: a.ask((5,), sampling=wire.SamplingParams(grammar="root ::=")), "grammar"),
+    ("grammar", lambda a, _: a.ask((5,), sampling=wire.SamplingParams(grammar="root ::= (")), "grammar"),
     (
         "a large grammar",
         lambda a, _: a.ask((5,), sampling=wire.SamplingParams(grammar="root ::= " + "x" * 60_000)),

@@ -32,7 +32,7 @@ from skippy_zmq.stage.requests import RequestTable
 from skippy_zmq.transport import Incoming, Link, LinkEventKind, Loop, PeerGone, QueueFull, Server
 from skippy_zmq.wire import messages as wire
 from skippy_zmq.wire.codec import decode, encode
-from skippy_zmq.wire.failures import error_message, exception_of
+from skippy_zmq.wire.failures import clipped, error_message, exception_of
 
 log = logging.getLogger("skippy_zmq.stage")
 
@@ -325,7 +325,11 @@ class Stage:
             log.error("batch %d: %s", message.batch, error)
             self._run_failed(
                 wire.BatchFailed(
-                    message.batch, tuple(e.session for e in message.rows), message.opens, error.code, str(error)
+                    message.batch,
+                    tuple(e.session for e in message.rows),
+                    message.opens,
+                    error.code,
+                    clipped(str(error)),
                 ),
                 opened=True,
             )
@@ -391,16 +395,18 @@ class Stage:
 
     def _drain_server(self, server: Server) -> None:
         while (incoming := server.receive()) is not None:
+            request = ""
             try:
                 message, payloads = self._decoded(incoming)
+                request = getattr(message, "request", "")
                 self._handle(incoming.peer, message, payloads)
             except SkippyError as error:
                 self.counters[f"errors.{error.code}"] += 1
                 log.info("peer %r: %s", incoming.peer, error)
-                self._send_to(incoming.peer, error_message(error))
+                self._send_to(incoming.peer, error_message(error, request))
             except Exception as error:  # a bug of ours must not end the other sessions
                 log.exception("while handling a message")
-                self._send_to(incoming.peer, error_message(error))
+                self._send_to(incoming.peer, error_message(error, request))
 
     @staticmethod
     def _decoded(incoming: Incoming) -> tuple[wire.Message, list[memoryview]]:

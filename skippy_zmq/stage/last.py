@@ -12,6 +12,7 @@ from skippy_zmq.runtime.sampling import SessionSampler
 from skippy_zmq.runtime.stage_model import StageModel, Tokens
 from skippy_zmq.text import TextStream
 from skippy_zmq.wire import messages as wire
+from skippy_zmq.wire.failures import clipped, error_message
 
 # Sends a message and its payloads to a client; False where it cannot be delivered (gone, or it does not read).
 SendToClient = Callable[[bytes, wire.Message, Sequence[memoryview]], bool]
@@ -49,7 +50,7 @@ class TokenSource:
             self._sessions[opened.session] = _Session(opened, sampler, TextStream(opened.stop))
         except SkippyError as error:
             self._fail(opened, error)
-            return opened.session, error.code, str(error)
+            return opened.session, error.code, clipped(str(error))
         return None
 
     def close(self, session: str, reason: str) -> None:
@@ -88,7 +89,7 @@ class TokenSource:
             except SkippyError as error:
                 del self._sessions[entry.session]
                 self._fail(found.opened, error)
-                failed.append((entry.session, error.code, str(error)))
+                failed.append((entry.session, error.code, clipped(str(error))))
         return sampled, failed
 
     def _logits(self, row: int) -> tuple[memoryview, ...]:
@@ -127,22 +128,24 @@ class TokenSource:
         logits: tuple[memoryview, ...],
     ) -> wire.SampledToken:
         del self._sessions[found.opened.session]
-        self._finish(found, shown, text, reason, logits)
+        if not self._finish(found, shown, text, reason, logits):
+            reason = "cancelled"  # which stage 0 tells the client, if it can
         return wire.SampledToken(found.opened.session, found.opened.lane, position, token, reason)
 
     def _finish(
         self, found: _Session, shown: tuple[int, ...], text: str, reason: str, logits: tuple[memoryview, ...]
-    ) -> None:
+    ) -> bool:
         now = time.monotonic_ns()
         first = found.first_token_at or now
         timings = {"prefill_us": (first - found.opened_at) // 1000, "decode_us": (now - first) // 1000}
         index = found.generated - len(shown)
         message = wire.Tokens(found.opened.request, index, shown, text, reason, timings, _described(logits))
-        if not self._send(found.opened.client, message, logits):
-            self.undelivered += 1
+        delivered = self._send(found.opened.client, message, logits)
+        self.undelivered += not delivered
+        return delivered
 
     def _fail(self, opened: wire.SessionOpen, error: SkippyError) -> None:
-        self._send(opened.client, wire.Error(error.code, str(error), opened.request), ())
+        self._send(opened.client, error_message(error, opened.request), ())
 
 
 def _described(logits: tuple[memoryview, ...]) -> tuple[wire.TensorDescriptor, ...]:

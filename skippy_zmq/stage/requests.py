@@ -15,6 +15,7 @@ from skippy_zmq.runtime.stage_model import StageModel
 from skippy_zmq.schedule.scheduler import Batch, Scheduler
 from skippy_zmq.text import check_stops
 from skippy_zmq.wire import messages as wire
+from skippy_zmq.wire.failures import error_message
 
 MAX_QUEUED = 256  # requests that wait for a lane
 DEFAULT_TIMEOUT_SECONDS = 3600.0  # of a request that names none
@@ -104,7 +105,7 @@ class RequestTable:
                 self._check_prompt(request.prompt)
         except SkippyError as error:
             self.refused += 1
-            self._send(client, wire.Error(error.code, str(error), ask.request, error.exit_code == 3))
+            self._send(client, error_message(error, ask.request))
             return
         self._by_session[request.session] = self._by_request[client, ask.request] = request
         self._waiting[request.session] = request
@@ -214,12 +215,14 @@ class RequestTable:
     # ---- from the last stage
 
     def take_tokens(self, done: wire.BatchDone) -> None:
-        """Feed sampled tokens back; end sessions that are over. Their clients have been told by the last stage."""
+        """Feed sampled tokens back; end sessions that are over. Tell clients that the last stage cannot reach."""
         for token in done.tokens:
             request = self._by_session.get(token.session)
             if request is None:
                 continue
-            if token.finish_reason:
+            if token.finish_reason == "cancelled":
+                self._fail(request, StageLostError("the client is not connected to the last stage, or does not read"))
+            elif token.finish_reason:
                 self._end(request, "done")
             else:
                 self._scheduler.feed(token.session, token.position, token.token)
@@ -241,7 +244,7 @@ class RequestTable:
         self.fail_running(StageLostError(what))
 
     def _fail(self, request: _Request, error: SkippyError) -> None:
-        self._send(request.client, wire.Error(error.code, str(error), request.ask.request, error.exit_code == 3))
+        self._send(request.client, error_message(error, request.ask.request))
         self._end(request, "error")
 
     def _end(self, request: _Request, reason: str) -> None:
