@@ -152,7 +152,7 @@ def test_one_long_prompt_does_not_hold_up_the_others(asker: Asker, prompts: list
     asker.answer(asker.ask(prompts[-1], max_tokens=1))
     chunks = -(-len(prompts[-1]) // _CHUNK)
     after = len(asker.answers[talking].token_ids)
-    assert after - before >= chunks - 4  # a step between one chunk and the next, but for those under way
+    assert after - before >= chunks // 4  # at most four batches are under way, and one of them is a step
     assert len(asker.answer(talking).token_ids) == 250
 
 
