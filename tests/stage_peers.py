@@ -170,7 +170,7 @@ class Asker:
         elif isinstance(message, wire.Tokens):
             answer = self.answers[message.request]
             assert not answer.finish_reason, (message, answer)
-            if answer.error is not None:
+            if answer.error is not None and answer.code != "duplicate_request":
                 return  # it was on its way when stage 0 ended the request
             assert message.index == len(answer.token_ids), "the stream has a gap"
             answer.token_ids += message.token_ids

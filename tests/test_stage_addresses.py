@@ -44,7 +44,7 @@ def test_without_an_address_it_is_loopback() -> None:
     assert parse_config(["--model", "m", "--layers", "0:1"]).bind == "tcp://127.0.0.1:7700"
 
 
-@pytest.mark.parametrize("bind", ["0", "localhost:0", "tcp://127.0.0.1:*"])
+@pytest.mark.parametrize("bind", ["0", "localhost:0"])
 def test_a_port_alone_is_loopback(
     bind: str, model: Path, start_stage: Callable[..., StageProcess], transport: Transport
 ) -> None:

@@ -292,6 +292,7 @@ def test_numbers_that_are_none(value: float, first: FirstStage, model: Parrot) -
     done = first.done()
     assert [failed[:2] for failed in done.failed] == [("a", "native")]
     assert [(token.session, token.token) for token in done.tokens] == [("b", model.token_ids[1])]
+    assert [first.told().request, first.told().request] == ["request-a", "request-b"]
     first.send(wire.SessionClose("a", 0, "error"))
     _open(first, model, "c")
 

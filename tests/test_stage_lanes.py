@@ -132,6 +132,15 @@ def test_a_request_that_takes_too_long(asker: Asker, prompts: list[tuple[int, ..
     assert asker.tokens(prompts[-1], max_tokens=_N_TOKENS) == alone[-1]
 
 
+@pytest.mark.parametrize("timeout_ms", [2**31, 2**53, 2**63 - 1])
+def test_a_request_with_all_the_time_in_the_world(
+    timeout_ms: int, asker: Asker, prompts: list[tuple[int, ...]], alone: list[list[int]]
+) -> None:
+    running = asker.ask(prompts[0], max_tokens=200, timeout_ms=timeout_ms, sampling=_ENDLESS)
+    assert asker.tokens(prompts[1], max_tokens=_N_TOKENS, timeout_ms=timeout_ms) == alone[1]
+    assert len(asker.answer(running).token_ids) == 200
+
+
 def test_a_full_queue_is_said(asker: Asker, pipeline: StagePipeline, transport: Transport) -> None:
     held = [asker.ask((5,), max_tokens=250, sampling=_ENDLESS) for _ in range(_LANES)]
     asker.wait(held[-1], lambda answer: bool(answer.token_ids))

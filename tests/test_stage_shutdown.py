@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,13 +12,13 @@ from pathlib import Path
 import pytest
 from model_files import Parrot, parrot, sparse
 from stage_peers import Asker, Peer
-from stage_processes import PATIENCE, SMALL, StagePipeline, StageProcess, stage_environment
+from stage_processes import PATIENCE, SMALL, StagePipeline, StageProcess, error_line, stage_environment
 from transport_helpers import Transport
 
 pytest_plugins = ("transport_fixtures", "stage_fixtures")
 
 _CONTEXT = ("--ctx-size", "2048", "--lanes", "2")
-_LONG = 1500  # tokens; long enough to be under way still when something else was sent and answered
+_LONG = 1000  # tokens; long enough to be under way still when something else was sent and answered
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +45,13 @@ def _until_refused(asker: Asker) -> None:
     assert answer.error.retry
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_what_runs_is_finished_and_nothing_new_begins(
-    number: signal.Signals, start_pipeline: Callable[..., StagePipeline], transport: Transport, model: Parrot
+    start_pipeline: Callable[..., StagePipeline], transport: Transport, model: Parrot
 ) -> None:
     pipeline = start_pipeline("--drain-seconds", "600")
     asker = Asker(transport, pipeline.endpoint)
     running = _long_request(asker)
-    pipeline[0].send_signal(number)
+    pipeline[0].send_signal(signal.SIGTERM)
     _until_refused(asker)
     answer = asker.answer(running)
     n = len(model.pieces)
@@ -95,7 +95,8 @@ def test_the_last_stage_finishes_too(start_pipeline: Callable[..., StagePipeline
     pipeline = start_pipeline("--drain-seconds", "600")
     asker = Asker(transport, pipeline.endpoint)
     running = _long_request(asker)
-    pipeline[1].send_signal(signal.SIGTERM)
+    pipeline[1].send_signal(signal.SIGINT)
+    assert "is shutting down" in pipeline[0].logged("next stage: ")
     assert asker.answer(running).finish_reason == "length"
     assert pipeline[1].wait() == 0
     assert asker.run((5,)).code in ("not_ready", "stage_lost")
@@ -103,6 +104,15 @@ def test_the_last_stage_finishes_too(start_pipeline: Callable[..., StagePipeline
     pipeline[0].ready()
     asker.close()
     assert len(Asker(transport, pipeline.endpoint).tokens((5,), max_tokens=5)) == 5
+
+
+def test_nothing_is_finished_for_a_stage_0_that_crashed(
+    start_pipeline: Callable[..., StagePipeline], transport: Transport
+) -> None:
+    pipeline = start_pipeline("--drain-seconds", "600")
+    _long_request(Asker(transport, pipeline.endpoint))
+    pipeline[0].kill()
+    assert pipeline[1].stop() == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -113,7 +123,7 @@ def test_a_signal_while_the_model_loads(
     tmp_path: Path,
     transport: Transport,
 ) -> None:
-    model = sparse(tmp_path / "sparse.gguf", n_layers=8, layer_bytes=64 << 20)
+    model = sparse(tmp_path / "sparse.gguf", n_layers=8, layer_bytes=32 << 20)
     bind = f"ipc://{socket_dir}/socket"
     stage = start_stage(
         "--model", model, "--layers", "0:4", "--bind", bind, "--next", f"ipc://{socket_dir}/next", "--no-mmap", *SMALL
@@ -140,6 +150,46 @@ def test_it_ends_when_its_standard_input_does(
         stdin.close()
     assert asker.answer(running).code == "shutting_down"
     assert [pipeline[index].wait() for index in (0, 1)] == [0, 0]
+
+
+@pytest.mark.parametrize("target", ["/dev/full", "a pipe that nobody reads"])
+def test_nobody_reads_what_it_prints(target: str, socket_dir: Path, model: Parrot, transport: Transport) -> None:
+    bind = f"ipc://{socket_dir}/s"
+    arguments = ("--model", str(model.path), "--layers", "0:4", "--bind", bind, *SMALL)
+    if target == "/dev/full":
+        output = os.open(target, os.O_WRONLY)
+    else:
+        unread, output = os.pipe()
+        os.close(unread)
+    with subprocess.Popen(
+        [sys.executable, "-m", "skippy_zmq.stage", *arguments, "--exit-with-stdin"],
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=subprocess.PIPE,
+        env=stage_environment(),
+    ) as stage:
+        os.close(output)
+        asker = Asker(transport, bind)
+        assert len(asker.tokens((5,), max_tokens=5)) == 5
+        _, stderr = stage.communicate(timeout=PATIENCE)
+    assert stage.returncode == 0
+    assert b"READY could not be printed" in stderr
+    assert b"Traceback" not in stderr
+    assert b"Exception ignored" not in stderr
+
+
+def test_a_standard_input_that_is_not_there(model: Parrot, socket_dir: Path) -> None:
+    arguments = ("--model", str(model.path), "--layers", "0:4", "--bind", f"ipc://{socket_dir}/s", "--exit-with-stdin")
+    done = subprocess.run(
+        ["/bin/sh", "-c", 'exec "$@" <&-', "sh", sys.executable, "-m", "skippy_zmq.stage", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE,
+        env=stage_environment(),
+    )
+    assert done.returncode == 2
+    assert error_line(done.stderr) == "--exit-with-stdin: there is no standard input"
 
 
 _PARENT = """

@@ -17,7 +17,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # Where llama.cpp aborts after all, it would first start a debugger to print a backtrace.
 os.environ.setdefault("GGML_NO_BACKTRACE", "1")
 
-from skippy_zmq.errors import SkippyError
+from skippy_zmq.errors import OptionError, SkippyError
 from skippy_zmq.stage.config import StageConfig, check_role, parse_config
 from skippy_zmq.stage.facts import check_certified, ready_line, stage_facts
 
@@ -58,6 +58,8 @@ def _serve(config: StageConfig) -> None:
     from skippy_zmq.wire.limits import MAX_FRAMES, MAX_PAYLOAD_BYTES
     from skippy_zmq.wire.messages import StageFacts
 
+    if config.exit_with_stdin and sys.stdin is None:
+        raise OptionError("--exit-with-stdin: there is no standard input")
     with contextlib.ExitStack() as stack:
         source = open_model(config.model)
         check_role(config, source.n_layers)
@@ -92,7 +94,13 @@ def _serve(config: StageConfig) -> None:
                 links[name] = link
 
         def announce(stages: tuple[StageFacts, ...]) -> None:
-            print(ready_line(stages), flush=True)
+            try:
+                print(ready_line(stages), flush=True)
+            except OSError as error:  # nobody reads it any more, which is no reason to stop
+                log.warning("READY could not be printed: %s", error.strerror)
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, sys.stdout.fileno())  # or Python would try again at its end, and complain
+                os.close(nowhere)
 
         stage = Stage(
             model,
@@ -112,7 +120,6 @@ def _serve(config: StageConfig) -> None:
 
 
 def _security(config: StageConfig) -> Security | None:
-    from skippy_zmq.errors import OptionError
     from skippy_zmq.transport import Security, load_allowed_clients, load_keys
 
     if config.curve_key is None:
@@ -125,7 +132,6 @@ def _security(config: StageConfig) -> Security | None:
 
 def _advertised(config: StageConfig, bound: Endpoint) -> str:
     """The address that clients are told; raise OptionError where they need it and could not use it."""
-    from skippy_zmq.errors import OptionError
     from skippy_zmq.transport import Endpoint
     from skippy_zmq.wire.limits import MAX_LABEL_BYTES
 

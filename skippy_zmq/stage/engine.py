@@ -75,8 +75,8 @@ class Stage:
         self._announced = False
         self._queue: deque[tuple[RingMessage, list[memoryview]]] = deque()
         self._open: dict[str, int] = {}  # session -> lane, of sessions that ran here
-        self._next_batch = 0
         self._stop_at: float | None = None
+        self._draining = False
         self.renderer: TemplateRenderer | None = None
         self.requests: RequestTable | None = None
         self.tokens: TokenSource | None = None
@@ -261,11 +261,20 @@ class Stage:
     def _finished(self) -> bool:
         if self._stop_at is None:
             return False
+        if not self._draining:
+            self._draining = True
+            self._tell_upstream()
         if self.busy and time.monotonic() < self._stop_at:
             return False
         if self.requests is not None:
             self.requests.fail_all(StageLostError("the stage is shutting down", code="shutting_down"))
         return True
+
+    def _tell_upstream(self) -> None:
+        """This stage is about to end. Where nobody is there to hear it, nobody owns the sessions here any more."""
+        message = wire.Error("shutting_down", f"stage {self.facts.stage} is shutting down", "", True)
+        if self._upstream is not None and not self._send_to(self._upstream, message):
+            self._forget_sessions()
 
     def _work(self) -> None:
         """Run one thing: the oldest message of the ring, or the next batch of stage 0."""
@@ -508,6 +517,10 @@ class Stage:
             check_neighbours(hello.facts, self.facts)
             check_crossing(hello.facts, self.facts)
             self._forget_sessions()
+            if self._upstream is not None and self._upstream != peer:  # most often one that crashed
+                was = self._upstream.decode()
+                words = f"{hello.peer} has taken the place of {was} in front of {self.facts.stage}"
+                self._send_to(self._upstream, wire.Error("handshake", words))
             self._upstream = peer
         elif hello.role == "ring":
             assert hello.facts is not None

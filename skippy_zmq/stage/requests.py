@@ -19,6 +19,7 @@ from skippy_zmq.wire.failures import error_message
 
 MAX_QUEUED = 256  # requests that wait for a lane
 DEFAULT_TIMEOUT_SECONDS = 3600.0  # of a request that names none
+MAX_TIMEOUT_SECONDS = 7 * 86400.0  # a longer one is cut to this; poll's timeouts end at 24 days
 
 SendToClient = Callable[[bytes, wire.Message], bool]
 CloseSession = Callable[[str, int, str], None]  # session, lane, reason
@@ -95,7 +96,7 @@ class RequestTable:
                 raise BusyError(f"{MAX_QUEUED} requests are waiting already: try again later")
             check_stops(ask.stop)
             check_sampling(self._model, ask.sampling)
-            timeout = ask.timeout_ms / 1000 if ask.timeout_ms else DEFAULT_TIMEOUT_SECONDS
+            timeout = min(ask.timeout_ms / 1000 or DEFAULT_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS)
             self._count += 1
             request = _Request(client, ask, f"{self._boot}-{self._count}", time.monotonic() + timeout)
             if ask.messages is not None:
