@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from skippy_zmq.errors import OptionError
 
-_RANGE = re.compile(r"(\d{1,9}):(\d{1,9})\Z")
+_RANGE = re.compile(r"([0-9]{1,9}):([0-9]{1,9})\Z")
 
 
 @dataclass(frozen=True, slots=True, order=True)

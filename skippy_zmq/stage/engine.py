@@ -13,32 +13,28 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from skippy_zmq.chat.renderer import TemplateRenderer
 from skippy_zmq.errors import (
     HandshakeError,
-    NativeError,
     ProtocolError,
     RetryableError,
     SkippyError,
     StageLostError,
 )
-from skippy_zmq.runtime.stage_model import Crossing, StageModel, Tokens
-from skippy_zmq.schedule.scheduler import Batch, Scheduler
+from skippy_zmq.runtime.stage_model import StageModel
+from skippy_zmq.schedule.scheduler import Scheduler
+from skippy_zmq.stage.batches import BatchRunner, RingMessage
 from skippy_zmq.stage.handshake import check_crossing, check_neighbours, check_pipeline, check_ring
 from skippy_zmq.stage.last import TokenSource
 from skippy_zmq.stage.requests import RequestTable
 from skippy_zmq.transport import Incoming, Link, LinkEventKind, Loop, PeerGone, QueueFull, Server
 from skippy_zmq.wire import messages as wire
 from skippy_zmq.wire.codec import decode, encode
-from skippy_zmq.wire.failures import clipped, error_message, exception_of
+from skippy_zmq.wire.failures import error_message, exception_of
 
 log = logging.getLogger("skippy_zmq.stage")
 
 MAX_PEERS = 4096  # remembered; a client silent for longer than so many others has to say HELLO again
-
-RingMessage = wire.Activations | wire.SessionClose | wire.BatchFailed
 
 
 class Stage:
@@ -74,7 +70,6 @@ class Stage:
         self._behind: tuple[wire.StageFacts, ...] = ()  # once known: the stages behind, in layer order
         self._announced = False
         self._queue: deque[tuple[RingMessage, list[memoryview]]] = deque()
-        self._open: dict[str, int] = {}  # session -> lane, of sessions that ran here
         self._stop_at: float | None = None
         self._draining = False
         self.renderer: TemplateRenderer | None = None
@@ -83,6 +78,7 @@ class Stage:
         self._scheduler: Scheduler | None = None
         if model.is_last:
             self.tokens = TokenSource(model, self.send_to_client)
+        self._batches = BatchRunner(model, facts, self.tokens, self.counters, self._send_down, self._batch_done)
         if model.is_first:
             self._begin_stage_0()
         loop.add(server)
@@ -131,7 +127,7 @@ class Stage:
 
     @property
     def busy(self) -> bool:
-        if self._queue or self._open:
+        if self._queue or self._batches.sessions:
             return True
         return self.requests is not None and bool(self.requests.queued or self.requests.running)
 
@@ -200,6 +196,8 @@ class Stage:
         except (PeerGone, QueueFull) as error:
             # Ends of sessions need not reach a stage that is gone: it forgets them when it is greeted again.
             if isinstance(message, wire.Activations):
+                if isinstance(error, QueueFull):
+                    self.next_link.redial()  # a connection that does not take messages any more is no use
                 self._lost_next(str(error))
 
     def _batch_done(self, done: wire.BatchDone) -> None:
@@ -214,9 +212,7 @@ class Stage:
 
     def _close_session(self, session: str, lane: int, reason: str) -> None:
         """Stage 0: end a session here and down the ring, in line with the batches."""
-        message = wire.SessionClose(session, lane, reason)
-        self._send_down(message)
-        self._run_close(message)
+        self._batches.close(wire.SessionClose(session, lane, reason))
 
     # ---- the loop
 
@@ -279,120 +275,11 @@ class Stage:
     def _work(self) -> None:
         """Run one thing: the oldest message of the ring, or the next batch of stage 0."""
         if self._queue:
-            message, payloads = self._queue.popleft()
-            self._run_ring(message, payloads)
-        elif self._scheduler is not None and self.ready:
+            self._batches.run(*self._queue.popleft())
+        elif self._scheduler is not None and self.requests is not None and self.ready:
             batch = self._scheduler.next_batch()
             if batch is not None:
-                self._run_scheduled(batch)
-
-    # ---- batches
-
-    def _run_scheduled(self, batch: Batch) -> None:
-        assert self.requests is not None
-        rows = tuple(wire.SessionRows(r.session, r.lane, r.position, r.n_rows, r.sample) for r in batch.rows)
-        tokens = np.array(batch.tokens, np.int32)
-        message = wire.Activations(
-            batch.number,
-            self.facts.stage,
-            self.facts.layer_start,
-            self.facts.layer_end,
-            batch.phase,
-            rows,
-            tokens.astype("<i4").tobytes(),
-            (),
-            self.requests.opening(batch),
-        )
-        self._run_batch(message, tokens, ())
-
-    def _run_ring(self, message: RingMessage, payloads: list[memoryview]) -> None:
-        if isinstance(message, wire.SessionClose):
-            self._send_down(message)
-            self._run_close(message)
-        elif isinstance(message, wire.BatchFailed):
-            self._run_failed(message)
-        else:
-            tokens = np.frombuffer(message.tokens, "<i4").astype(np.int32)
-            arriving = [Crossing(d, data) for d, data in zip(message.tensors, payloads, strict=True)]
-            self._run_batch(message, tokens, arriving)
-
-    def _run_batch(self, message: wire.Activations, tokens: Tokens, arriving: Sequence[Crossing]) -> None:
-        started = time.monotonic_ns()
-        failed = self._open_sessions(message.opens)
-        outputs: list[int] = []
-        row = 0
-        for entry in message.rows:
-            row += entry.n_rows
-            if entry.sample and self.model.is_last:
-                outputs.append(row - 1)
-        try:
-            for entry in message.rows:
-                if self._open.get(entry.session) != entry.lane:
-                    raise ProtocolError(f"session {entry.session} on lane {entry.lane} was not opened here")
-            leaving = self.model.run([(e.lane, e.position, e.n_rows) for e in message.rows], tokens, outputs, arriving)
-        except (ProtocolError, NativeError) as error:
-            log.error("batch %d: %s", message.batch, error)
-            self._run_failed(
-                wire.BatchFailed(
-                    message.batch,
-                    tuple(e.session for e in message.rows),
-                    message.opens,
-                    error.code,
-                    clipped(str(error)),
-                ),
-                opened=True,
-            )
-            return
-        self.counters["compute_us"] += (time.monotonic_ns() - started) // 1000
-        self.counters["batches"] += 1
-        self.counters["rows"] += row
-        if self.tokens is None:
-            self._send_down(
-                wire.Activations(
-                    message.batch,
-                    self.facts.stage,
-                    self.facts.layer_start,
-                    self.facts.layer_end,
-                    message.phase,
-                    message.rows,
-                    message.tokens,
-                    tuple(item.descriptor for item in leaving),
-                    message.opens,
-                ),
-                [item.data for item in leaving],
-            )
-            return
-        sampled, more_failed = self.tokens.take(message.rows, tokens)
-        self.counters["tokens"] = self.tokens.tokens
-        self._batch_done(wire.BatchDone(message.batch, tuple(sampled), (*failed, *more_failed)))
-
-    def _open_sessions(self, opens: Sequence[wire.SessionOpen]) -> list[tuple[str, str, str]]:
-        failed = []
-        for opened in opens:
-            self._open[opened.session] = opened.lane
-            self.counters["sessions"] += 1
-            if self.tokens is not None and (problem := self.tokens.open(opened)) is not None:
-                failed.append(problem)
-        return failed
-
-    def _run_close(self, message: wire.SessionClose) -> None:
-        if self._open.pop(message.session, None) is not None:
-            self.model.trim(message.lane, 0)
-        if self.tokens is not None:
-            self.tokens.close(message.session, message.reason)
-
-    def _run_failed(self, message: wire.BatchFailed, *, opened: bool = False) -> None:
-        """A batch did not run, here or in front: its sessions end, others go on."""
-        if not opened:
-            self._open_sessions(message.opens)
-        self.counters["batches_failed"] += 1
-        if self.tokens is None:
-            self._send_down(message)
-            return
-        for session in message.sessions:
-            self.tokens.fail(session, message.code, message.message)
-        failed = tuple((session, message.code, message.message) for session in message.sessions)
-        self._batch_done(wire.BatchDone(message.batch, (), failed))
+                self._batches.run_scheduled(batch, self.requests.opening(batch))
 
     def _take_batch_done(self, done: wire.BatchDone) -> None:
         assert self._scheduler is not None
@@ -492,7 +379,7 @@ class Stage:
         self._send_to(peer, wire.Detokenized(message.request, self.model.detokenize(message.token_ids)))
 
     def _counters(self) -> dict[str, int]:
-        gauges = {"now.sessions": len(self._open), "now.queue": len(self._queue)}
+        gauges = {"now.sessions": self._batches.sessions, "now.queue": len(self._queue)}
         if self.requests is not None and self._scheduler is not None:
             gauges |= {
                 "now.requests_queued": self.requests.queued,
@@ -541,14 +428,8 @@ class Stage:
         self._announce()
 
     def _forget_sessions(self) -> None:
-        """A new upstream: whatever the old one had under way is over, here and behind."""
         self._queue.clear()
-        for session, lane in list(self._open.items()):
-            message = wire.SessionClose(session, lane, "error")
-            self._send_down(message)
-            self._run_close(message)
-        if self.tokens is not None:
-            self.tokens.close_all()
+        self._batches.close_all()
 
     def _drain_link(self, link: Link) -> None:
         self._receive_from(link)  # what arrived before the connection was lost comes first
@@ -602,9 +483,7 @@ class Stage:
         if self._behind:
             log.warning("lost the stages behind: %s", why)
         self._behind = ()
-        self._open.clear()
-        for lane in range(self.facts.lanes):
-            self.model.trim(lane, 0)
+        self._batches.drop_all()
         self._not_ready(why)
 
     def close(self) -> None:

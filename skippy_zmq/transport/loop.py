@@ -14,6 +14,7 @@ import zmq
 from skippy_zmq.transport.link import Link, Server
 
 Source = Server | Link | int
+_MAX_POLL_MS = 2**31 - 1  # poll(2) takes an int; waiting is repeated after it
 _T = TypeVar("_T", Server, Link, int)
 
 
@@ -107,4 +108,4 @@ def _pollables(source: Source) -> tuple[zmq.Socket[bytes] | int, ...]:
 
 def _milliseconds(seconds: float) -> int:
     # Rounded up: a wait that ends just before its deadline would be repeated.
-    return max(0, math.ceil(seconds * 1000))
+    return max(0, min(math.ceil(seconds * 1000), _MAX_POLL_MS))

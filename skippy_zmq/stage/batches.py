@@ -1,0 +1,164 @@
+"""Running what travels down the ring: batches, ends of sessions, and batches that failed in front."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from skippy_zmq.errors import NativeError, ProtocolError
+from skippy_zmq.runtime.stage_model import Crossing, StageModel, Tokens
+from skippy_zmq.schedule.scheduler import Batch
+from skippy_zmq.stage.last import TokenSource
+from skippy_zmq.wire import messages as wire
+from skippy_zmq.wire.failures import clipped
+
+log = logging.getLogger("skippy_zmq.stage")
+
+RingMessage = wire.Activations | wire.SessionClose | wire.BatchFailed
+SendDown = Callable[[RingMessage, Sequence[memoryview]], None]
+
+
+class BatchRunner:
+    """Runs ring messages through the model, in the order given, and hands on what follows from them.
+
+    ``tokens``: of the last stage, else None. ``send_down`` reaches the next stage, ``batch_done`` stage 0.
+    """
+
+    def __init__(
+        self,
+        model: StageModel,
+        facts: wire.StageFacts,
+        tokens: TokenSource | None,
+        counters: Counter[str],
+        send_down: SendDown,
+        batch_done: Callable[[wire.BatchDone], None],
+    ) -> None:
+        self._model = model
+        self._facts = facts
+        self._tokens = tokens
+        self._counters = counters
+        self._send_down = send_down
+        self._batch_done = batch_done
+        self._lanes: dict[str, int] = {}  # of the sessions that are open here
+
+    @property
+    def sessions(self) -> int:
+        return len(self._lanes)
+
+    def run_scheduled(self, batch: Batch, opens: tuple[wire.SessionOpen, ...]) -> None:
+        """Stage 0: begin a batch that the scheduler has formed."""
+        rows = tuple(wire.SessionRows(r.session, r.lane, r.position, r.n_rows, r.sample) for r in batch.rows)
+        tokens = np.array(batch.tokens, np.int32)
+        message = wire.Activations(
+            batch.number,
+            self._facts.stage,
+            self._facts.layer_start,
+            self._facts.layer_end,
+            batch.phase,
+            rows,
+            tokens.astype("<i4").tobytes(),
+            (),
+            opens,
+        )
+        self._run(message, tokens, ())
+
+    def run(self, message: RingMessage, payloads: Sequence[memoryview]) -> None:
+        """Take the next message from upstream."""
+        if isinstance(message, wire.SessionClose):
+            self.close(message)
+        elif isinstance(message, wire.BatchFailed):
+            self._open(message.opens)
+            self._fail(message)
+        else:
+            tokens = np.frombuffer(message.tokens, "<i4").astype(np.int32)
+            arriving = [Crossing(d, data) for d, data in zip(message.tensors, payloads, strict=True)]
+            self._run(message, tokens, arriving)
+
+    def close(self, message: wire.SessionClose) -> None:
+        """End a session, behind this stage and here; its lane holds nothing afterwards."""
+        self._send_down(message, ())
+        if self._lanes.pop(message.session, None) is not None:
+            self._model.trim(message.lane, 0)
+        if self._tokens is not None:
+            self._tokens.close(message.session, message.reason)
+
+    def close_all(self) -> None:
+        """The upstream is another one: whatever the old one had under way is over, here and behind."""
+        for session, lane in list(self._lanes.items()):
+            self.close(wire.SessionClose(session, lane, "error"))
+        if self._tokens is not None:
+            self._tokens.close_all()
+
+    def drop_all(self) -> None:
+        """What is behind went away and knows nothing any more: forget every session here."""
+        self._lanes.clear()
+        for lane in range(self._facts.lanes):
+            self._model.trim(lane, 0)
+
+    def _run(self, message: wire.Activations, tokens: Tokens, arriving: Sequence[Crossing]) -> None:
+        started = time.monotonic_ns()
+        failed = self._open(message.opens)
+        outputs: list[int] = []
+        n_rows = 0
+        for entry in message.rows:
+            n_rows += entry.n_rows
+            if entry.sample and self._model.is_last:
+                outputs.append(n_rows - 1)
+        try:
+            for entry in message.rows:
+                if self._lanes.get(entry.session) != entry.lane:
+                    raise ProtocolError(f"session {entry.session} on lane {entry.lane} was not opened here")
+            leaving = self._model.run([(e.lane, e.position, e.n_rows) for e in message.rows], tokens, outputs, arriving)
+        except (ProtocolError, NativeError) as error:
+            log.error("batch %d: %s", message.batch, error)
+            sessions = tuple(entry.session for entry in message.rows)
+            self._fail(wire.BatchFailed(message.batch, sessions, message.opens, error.code, clipped(str(error))))
+            return
+        self._counters["compute_us"] += (time.monotonic_ns() - started) // 1000
+        self._counters["batches"] += 1
+        self._counters["rows"] += n_rows
+        if self._tokens is None:
+            self._pass_on(message, leaving)
+            return
+        sampled, more_failed = self._tokens.take(message.rows, tokens)
+        self._counters["tokens"] = self._tokens.tokens
+        self._batch_done(wire.BatchDone(message.batch, tuple(sampled), (*failed, *more_failed)))
+
+    def _pass_on(self, message: wire.Activations, leaving: Sequence[Crossing]) -> None:
+        activations = wire.Activations(
+            message.batch,
+            self._facts.stage,
+            self._facts.layer_start,
+            self._facts.layer_end,
+            message.phase,
+            message.rows,
+            message.tokens,
+            tuple(item.descriptor for item in leaving),
+            message.opens,
+        )
+        self._send_down(activations, [item.data for item in leaving])
+
+    def _open(self, opens: Sequence[wire.SessionOpen]) -> list[tuple[str, str, str]]:
+        """Begin sessions; return (session, code, message) of those that cannot be sampled for."""
+        failed = []
+        for opened in opens:
+            self._lanes[opened.session] = opened.lane
+            self._counters["sessions"] += 1
+            if self._tokens is not None and (problem := self._tokens.open(opened)) is not None:
+                failed.append(problem)
+        return failed
+
+    def _fail(self, message: wire.BatchFailed) -> None:
+        """A batch did not run, here or in front: its sessions end, others go on."""
+        self._counters["batches_failed"] += 1
+        if self._tokens is None:
+            self._send_down(message, ())
+            return
+        for session in message.sessions:
+            self._tokens.fail(session, message.code, message.message)
+        failed = tuple((session, message.code, message.message) for session in message.sessions)
+        self._batch_done(wire.BatchDone(message.batch, (), failed))
