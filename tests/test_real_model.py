@@ -12,8 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from model_files import tiny
 from pipeline_helpers import FLOAT32, Pipelines, greedy_ids, greedy_reference, run_client
 
+from skippy_zmq import LocalPipeline
 from skippy_zmq.errors import ModelFileError
 from skippy_zmq.sources.demo_models import MODELS, cache_directory, demo_model
 
@@ -120,6 +122,22 @@ def test_golden_checkpoints_answer_as_transformers_does(one_pipeline: Pipelines,
     for text, token_ids in expected["tokenized"].items():
         assert list(client.tokenize(text, add_special=False)) == token_ids
         assert client.detokenize(token_ids) == text.encode()
+
+
+def memory_of(model: Path, stages: int) -> list[int]:
+    """Bytes of memory of each stage process after a request; shared pages count in proportion."""
+    with LocalPipeline(model, stages=stages, ctx_size=1024, lanes=2) as pipeline:
+        pipeline.generate("The sky is blue because", max_tokens=8)
+        rollups = [Path(f"/proc/{process}/smaps_rollup").read_text() for process in pipeline.process_ids]
+    return [int(re.findall(r"^Pss: +(\d+) kB", text, re.MULTILINE)[0]) * 1024 for text in rollups]
+
+
+@pytest.mark.real_model
+def test_two_stages_together_use_hardly_more_memory_than_one(smollm2: Path, tmp_path: Path) -> None:
+    (program,) = memory_of(tiny(tmp_path / "tiny.gguf", context=1024), 1)  # Python, libraries and next to no model
+    (one,) = memory_of(smollm2, 1)
+    two = memory_of(smollm2, 2)
+    assert sum(two) - 2 * program <= 1.15 * (one - program)
 
 
 @pytest.mark.real_model
