@@ -1,4 +1,4 @@
-"""What an address means, and which addresses may be bound (who can reach a stage) or connected to."""
+"""What an address means, and which addresses may be bound (who can reach a stage) or connected to (Z02)."""
 
 from __future__ import annotations
 

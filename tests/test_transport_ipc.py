@@ -1,4 +1,4 @@
-"""Unix socket paths: too long, occupied, stale, contested."""
+"""Unix socket paths: too long, occupied, stale, contested (Z09)."""
 
 from __future__ import annotations
 
