@@ -1,4 +1,4 @@
-"""Templates that attack: each gives one clean error, touches nothing, and the next model's template still renders (G07)."""
+"""Templates that attack: each gives one clean error, touches nothing, the next one still renders (G07)."""
 
 from __future__ import annotations
 

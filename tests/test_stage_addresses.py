@@ -1,4 +1,4 @@
-"""Where a stage listens: this machine alone unless told otherwise, never over what is somebody else's (Z02, Z07, Z09)."""
+"""Where a stage listens: this machine alone unless told otherwise, never over another's (Z02, Z07, Z09)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model cut into stages, all in this process, gives the bits of the whole model, and transformers' logits (T04: tied)."""
+"""A model cut into stages, in one process, gives the bits of the whole model, and transformers' logits (T04: tied)."""
 
 from __future__ import annotations
 
