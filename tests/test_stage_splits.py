@@ -1,4 +1,4 @@
-"""Layer ranges that tile the model give its tokens; everything else is refused by both names, and breaks nothing (R11)."""
+"""Layer ranges that tile the model give its tokens; all else is refused by both names, and breaks nothing (R11)."""
 
 from __future__ import annotations
 
