@@ -170,15 +170,16 @@ def test_a_broken_ring_leaves_nothing_behind() -> None:
 class Ring(RuleBasedStateMachine):
     """A scheduler, a last stage that answers batches in order, and sessions that come and go at any time."""
 
-    MAX_ROWS, CREDIT, LANES = 3, 3, 4
+    MAX_ROWS, CREDIT, LANES, GROUPS = 3, 3, 4, 1
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = Scheduler(self.LANES, self.MAX_ROWS, self.CREDIT)
+        self.scheduler = Scheduler(self.LANES, self.MAX_ROWS, self.CREDIT, self.GROUPS)
         self.under_way: list[Batch] = []
         self.expected: dict[str, list[int]] = {}  # every token of a live session, in order
         self.ran: dict[str, list[int]] = defaultdict(list)
         self.lane: dict[str, int] = {}
+        self.n_prompt: dict[str, int] = {}
         self.waiting: dict[str, int] = {}  # session -> batches since it had something to run
         self.started = 0
         self.last_number = -1
@@ -196,6 +197,7 @@ class Ring(RuleBasedStateMachine):
         assert lane not in self.lane.values()
         self.lane[name] = lane
         self.expected[name] = prompt
+        self.n_prompt[name] = len(prompt)
         self.waiting[name] = 0
 
     @rule()
@@ -204,7 +206,7 @@ class Ring(RuleBasedStateMachine):
         batch = self.scheduler.next_batch()
         assert (batch is not None) == had_work
         if batch is None:
-            assert len(self.under_way) == self.CREDIT or not self._pending()
+            assert len(self.under_way) == self.CREDIT or not self._runnable()
             return
         assert batch.number == self.last_number + 1
         self.last_number = batch.number
@@ -244,11 +246,12 @@ class Ring(RuleBasedStateMachine):
                     if known:
                         self.expected[rows.session].append(batch.number)
 
-    @precondition(lambda self: self.lane)
+    @precondition(lambda self: len(self.lane) == self.LANES)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         self._finish(data.draw(st.sampled_from(sorted(self.lane))))
 
+    @precondition(lambda self: self.last_number % 20 == 19)
     @rule()
     def break_ring(self) -> None:
         assert sorted(self.scheduler.reset()) == sorted(self.lane)
@@ -269,11 +272,17 @@ class Ring(RuleBasedStateMachine):
     def _pending(self) -> set[str]:
         return {name for name, tokens in self.expected.items() if len(self.ran[name]) < len(tokens)}
 
+    def _runnable(self) -> set[str]:
+        """Those of ``_pending`` that may go on the ring now: a decode step needs a free group."""
+        steps = sum(batch.phase == "decode" for batch in self.under_way)
+        prefilling = {name for name in self._pending() if len(self.ran[name]) < self.n_prompt[name]}
+        return prefilling if steps >= self.GROUPS else self._pending()
+
     @invariant()
     def counts_agree(self) -> None:
         assert self.scheduler.in_flight == len(self.under_way) <= self.CREDIT
         assert self.scheduler.sessions == self.scheduler.lanes.busy == len(self.lane)
-        assert self.scheduler.has_work == (len(self.under_way) < self.CREDIT and bool(self._pending()))
+        assert self.scheduler.has_work == (len(self.under_way) < self.CREDIT and bool(self._runnable()))
 
     def teardown(self) -> None:
         """Whatever is left runs to its end."""
@@ -284,4 +293,31 @@ class Ring(RuleBasedStateMachine):
             self.done(more=False)
 
 
+class RingOfTwo(Ring):
+    GROUPS = 2
+
+
 TestRing = Ring.TestCase
+TestRingOfTwo = RingOfTwo.TestCase
+
+
+@pytest.mark.parametrize(("n_lanes", "n_groups"), [(8, 2), (9, 2), (7, 3), (2, 4), (1, 2), (64, 8)])
+def test_lanes_settle_into_groups_of_neighbours(n_lanes: int, n_groups: int) -> None:
+    """However their prompts ended, decoding lanes come to run in groups of equal size, each of neighbouring lanes."""
+    scheduler = Scheduler(n_lanes, n_lanes, 2 * n_groups, n_groups)
+    for lane in range(n_lanes):
+        scheduler.start(str(lane), (1,) * (1 + lane % 3))
+    under_way: list[Batch] = []
+    groups: list[list[int]] = []
+    for _ in range(40 * n_groups):
+        while (batch := scheduler.next_batch()) is not None:
+            under_way.append(batch)
+            groups.append([rows.lane for rows in batch.rows])
+        done = under_way.pop(0)
+        scheduler.batch_done(done.number)
+        for rows in done.rows:
+            if rows.sample:
+                scheduler.feed(rows.session, rows.position + rows.n_rows, 7)
+    size = -(-n_lanes // n_groups)
+    wanted = [list(range(first, min(first + size, n_lanes))) for first in range(0, n_lanes, size)]
+    assert sorted(groups[-len(wanted) :]) == wanted

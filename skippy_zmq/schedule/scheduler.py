@@ -3,6 +3,9 @@
 A batch is either one decode step of every session that is ready for one, or one prefill chunk of one session; the two
 take turns, so that neither a long prompt nor busy decoding holds up the other. A chunk's size therefore depends on its
 own prompt alone, never on neighbours. Chunks of one prompt follow each other through the ring without waiting.
+
+With several stages, decoding lanes are spread over as many **groups** of neighbouring lanes, each with a step of its own
+under way, so that all stages compute at once.
 """
 
 from __future__ import annotations
@@ -42,22 +45,26 @@ class _Session:
     position: int = 0  # of the first pending token
     opened: bool = False
     prefilling: bool = True
+    last_step: int = -1  # number of the batch that ran it last
 
 
 @dataclass(slots=True)
 class Scheduler:
-    """``max_rows``: largest chunk and decode batch. ``max_in_flight``: batches on the ring at once (credit)."""
+    """``max_rows``: largest chunk and decode batch. ``max_in_flight``: batches on the ring at once (credit).
+
+    ``n_groups``: decode steps under way at once; usually the number of stages.
+    """
 
     n_lanes: int
     max_rows: int
     max_in_flight: int
+    n_groups: int = 1
     lanes: LaneTable = field(init=False)
     _sessions: dict[str, _Session] = field(init=False, default_factory=dict)
     _prefills: deque[str] = field(init=False, default_factory=deque)
-    _in_flight: set[int] = field(init=False, default_factory=set)
+    _in_flight: dict[int, str] = field(init=False, default_factory=dict)  # number -> phase
     _next_number: int = field(init=False, default=0)
     _prefill_turn: bool = field(init=False, default=True)
-    _next_lane: int = field(init=False, default=0)  # whose turn it is, where not all fit into a decode step
     credit_waits: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -106,7 +113,7 @@ class Scheduler:
         """The last stage has finished a batch; False where it is not in flight."""
         if number not in self._in_flight:
             return False
-        self._in_flight.remove(number)
+        del self._in_flight[number]
         return True
 
     def reset(self) -> list[str]:
@@ -122,25 +129,33 @@ class Scheduler:
         """Whether ``next_batch`` would give one."""
         if len(self._in_flight) >= self.max_in_flight:
             return False
-        return bool(self._prefills) or any(s.pending and not s.prefilling for s in self._sessions.values())
+        return bool(self._prefills) or bool(self._next_group())
 
     def next_batch(self) -> Batch | None:
         """The next batch, or None where nothing is ready or the credit is used up."""
-        ready = [s for s in self._sessions.values() if s.pending and not s.prefilling]
-        if not ready and not self._prefills:
+        group = self._next_group()
+        if not group and not self._prefills:
             return None
         if len(self._in_flight) >= self.max_in_flight:
             self.credit_waits += 1
             return None
-        prefill = bool(self._prefills) and (self._prefill_turn or not ready)
+        prefill = bool(self._prefills) and (self._prefill_turn or not group)
         self._prefill_turn = not prefill
-        return self._prefill_chunk() if prefill else self._decode_step(ready)
+        return self._prefill_chunk() if prefill else self._decode_step(group)
 
-    def _decode_step(self, ready: Sequence[_Session]) -> Batch:
-        taken = sorted(ready, key=lambda s: (s.lane - self._next_lane) % self.n_lanes)[: self.max_rows]
-        self._next_lane = taken[-1].lane + 1
+    def _next_group(self) -> list[_Session]:
+        """The sessions of the next decode step, by lane: those of the group that has waited longest which are ready."""
+        if sum(phase == "decode" for phase in self._in_flight.values()) >= self.n_groups:
+            return []
+        decoding = sorted((s for s in self._sessions.values() if not s.prefilling), key=lambda s: s.lane)
+        size = min(-(-len(decoding) // self.n_groups), self.max_rows) or 1
+        groups = ([s for s in decoding[i : i + size] if s.pending] for i in range(0, len(decoding), size))
+        return min((g for g in groups if g), key=lambda g: min(s.last_step for s in g), default=[])
+
+    def _decode_step(self, group: Sequence[_Session]) -> Batch:
         rows, tokens = [], []
-        for session in sorted(taken, key=lambda s: s.lane):  # neighbouring lanes run together
+        for session in group:
+            session.last_step = self._next_number
             rows.append(ScheduledRows(session.name, session.lane, session.position, 1, sample=True, opens=False))
             tokens.append(session.pending.popleft())
             session.position += 1
@@ -162,5 +177,5 @@ class Scheduler:
     def _number(self, phase: str, rows: Sequence[ScheduledRows], tokens: Sequence[int]) -> Batch:
         batch = Batch(self._next_number, phase, tuple(rows), tuple(tokens))
         self._next_number += 1
-        self._in_flight.add(batch.number)
+        self._in_flight[batch.number] = phase
         return batch

@@ -153,6 +153,7 @@ class Stage:
                 raise
             if self._scheduler is not None:
                 self._scheduler.max_in_flight = 2 * len(self.stages)
+                self._scheduler.n_groups = len(self.stages)
         for peer, role in list(self._peers.items()):
             if role in ("upstream", "client"):
                 self._send_to(peer, wire.Ready(self.stages))
