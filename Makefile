@@ -4,6 +4,9 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 LLAMA_CPP_PYTHON := llama-cpp-python==0.3.36
+# Another back end is another build: the stamp is named after it, and pip's cached wheel is not taken.
+LLAMA_STAMP := $(VENV)/.llama-$(shell printf '%s' "$(CMAKE_ARGS)" | cksum | cut -d' ' -f1)
+PIP_FRESH := $(if $(CMAKE_ARGS),--no-cache-dir --force-reinstall)
 NATIVE_SOURCES := $(wildcard src/ext/*) CMakeLists.txt $(wildcard third_party/llama.cpp/*.cmake) pyproject.toml
 
 .PHONY: help demo test test-models lint format bench certify stubs clean
@@ -21,12 +24,13 @@ $(VENV)/.python:
 	@touch $@
 
 # llama.cpp is compiled here, once; pip keeps the wheel. -v shows the compiler at work.
-$(VENV)/.llama: $(VENV)/.python
+$(LLAMA_STAMP): $(VENV)/.python
 	@echo "== installing $(LLAMA_CPP_PYTHON) (compiles llama.cpp the first time: several minutes) =="
-	@$(PY) -m pip install -v $(LLAMA_CPP_PYTHON) 2>&1 | $(PY) scripts/install_progress.py
+	@$(PY) -m pip install -v $(PIP_FRESH) $(LLAMA_CPP_PYTHON) 2>&1 | $(PY) scripts/install_progress.py
+	@rm -f $(VENV)/.llama-*
 	@touch $@
 
-$(VENV)/.package: $(VENV)/.llama $(NATIVE_SOURCES)
+$(VENV)/.package: $(LLAMA_STAMP) $(NATIVE_SOURCES)
 	@echo "== installing skippy-zmq =="
 	$(PY) -m pip install --quiet "scikit-build-core>=0.10" "nanobind>=2.4" "cmake>=3.26" "ninja>=1.11"
 	$(PY) -m pip install --quiet --no-build-isolation --config-settings=editable.mode=redirect -e ".[dev]"

@@ -29,7 +29,8 @@ def main() -> int:
             shown = tenth
         elif line.startswith(_NOTABLE) or line.lstrip().startswith(_NOTABLE):
             print(("\n" if moving and shown >= 0 else "") + "  " + line.strip(), flush=True)
-            installed = installed or "Successfully installed" in line or "already satisfied" in line
+            if "llama" in line and not line.startswith(" "):  # indented lines are of pip's build environment
+                installed = "Successfully installed" in line or "already satisfied" in line
             shown = -1
     if not installed:
         print("\n".join(tail), file=sys.stderr)

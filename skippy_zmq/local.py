@@ -19,7 +19,7 @@ from typing import Any
 
 from skippy_zmq.client import Client, Generation
 from skippy_zmq.errors import DeadlineError, OptionError, RetryableError, SkippyError, UserError
-from skippy_zmq.runtime.options import StageOptions, check_options, to_arguments
+from skippy_zmq.runtime.options import StageOptions, available_cores, check_options, to_arguments
 from skippy_zmq.sources.gguf_model import open_model
 from skippy_zmq.topology import LayerRange, split_at, split_evenly
 from skippy_zmq.transport.ipc_path import check_length
@@ -134,6 +134,7 @@ class LocalPipeline:
         for child in self._children:
             _reap(child.process)
         self._children.clear()
+        self.stages = ()
         if self._directory is not None and self._given_directory is None:
             shutil.rmtree(self._directory, ignore_errors=True)
         self._directory = None
@@ -173,6 +174,8 @@ class LocalPipeline:
             command += ["--first", self._endpoint(0)]
         command += ["--exit-with-stdin", "--no-progress", "--log-level", "warning"]
         command += ["--drain-seconds", str(DRAIN_SECONDS), *to_arguments(self.options)]
+        if self.options.threads * len(self.layers) > available_cores():
+            command += ["--groups", "1"]  # stages that share their cores gain nothing from computing at once
         if self._uncertified:
             command.append("--uncertified")
         log = self._directory / f"s{index}.log"

@@ -113,20 +113,24 @@ def test_a_next_stage_that_speaks_nonsense(
         assert stage.silent
 
 
-def test_a_second_stage_0_is_told_from_the_first(
-    pipeline: StagePipeline, start_stage: Callable[..., StageProcess], socket_dir: Path, model: Parrot
+def test_a_second_stage_0_waits_for_its_turn(
+    pipeline: StagePipeline,
+    transport: Transport,
+    start_stage: Callable[..., StageProcess],
+    socket_dir: Path,
+    model: Parrot,
 ) -> None:
     pipeline.start_all()
     second = start_stage(
         *("--model", model.path, "--layers", "0:2", "--name", "second", "--bind", f"ipc://{socket_dir}/second"),
         *("--next", pipeline.endpoint_of(1), *SMALL),
     )
-    assert pipeline[0].wait() == 1
-    message = error_line(pipeline[0].stderr())
-    assert "second-" in message
-    assert "has taken the place of stage-0-2-" in message
-    assert "in front of stage-2-4-" in message
-    assert second.process.poll() is None
+    second.logged("stage-0-2-")
+    assert "is in front of stage-2-4-" in second.stderr()
+    assert second.silent
+    assert _recites(Asker(transport, pipeline.endpoint), model)
+    pipeline[0].kill()
+    pipeline[1].logged("welcome, upstream second-")  # its turn
 
 
 def test_a_stage_that_hangs_for_a_while(pipeline: StagePipeline, transport: Transport, model: Parrot) -> None:

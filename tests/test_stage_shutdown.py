@@ -148,7 +148,7 @@ def test_it_ends_when_its_standard_input_does(
         assert stdin is not None
         stdin.write(b"what is written there does not matter\n")
         stdin.close()
-    assert asker.answer(running).code == "shutting_down"
+    assert asker.answer(running).code in ("shutting_down", "stage_lost")  # whichever stage ends first
     assert [pipeline[index].wait() for index in (0, 1)] == [0, 0]
 
 

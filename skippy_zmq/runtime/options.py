@@ -41,13 +41,15 @@ class StageOptions(BaseModel):
         512, ge=1, le=MAX_BATCH_ROWS, description="most rows computed at once; also the largest prefill chunk"
     )
     threads: int = Field(
-        default_factory=available_cores, ge=1, le=1024, description="threads for decode steps (default: all cores)"
+        default_factory=available_cores, ge=1, le=1024, description="threads for single rows (default: all cores)"
     )
-    threads_batch: int | None = Field(None, ge=1, le=1024, description="threads for prefill (default: as --threads)")
+    threads_batch: int | None = Field(
+        None, ge=1, le=1024, description="threads for batches of more rows (default: as --threads)"
+    )
     cache_type_k: CacheType = Field("f16", description="type of the K cache")
     cache_type_v: CacheType = Field("f16", description="type of the V cache")
     flash_attn: Literal["on", "off", "auto"] = Field(
-        "on", description="flash attention; off or auto may make a session's bits depend on batch sizes"
+        "on", description="flash attention; without it the bits of a session depend on its neighbours more often"
     )
     swa_full: bool = Field(
         True, description="full-size cache for sliding-window layers; without it lanes cannot be trimmed"
@@ -89,8 +91,10 @@ class StageOptions(BaseModel):
             raise ValueError("mlock and direct_io exclude each other")
         if self.ubatch_size > self.batch_size:
             raise ValueError(f"ubatch_size {self.ubatch_size} is larger than batch_size {self.batch_size}")
-        if self.cache_type_v not in ("f32", "f16", "bf16") and self.flash_attn == "off":
-            raise ValueError(f"a {self.cache_type_v} V cache needs flash_attn")
+        # Without flash attention llama.cpp does not check that a block fits a head, and computes with what it has.
+        for name, kind in (("K", self.cache_type_k), ("V", self.cache_type_v)):
+            if kind not in ("f32", "f16", "bf16") and self.flash_attn != "on":
+                raise ValueError(f"a {kind} {name} cache needs flash_attn on")
 
     @property
     def decode_threads(self) -> int:

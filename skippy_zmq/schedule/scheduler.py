@@ -2,10 +2,10 @@
 
 A batch is either one decode step of every session that is ready for one, or one prefill chunk of one session; the two
 take turns, so that neither a long prompt nor busy decoding holds up the other. A chunk's size therefore depends on its
-own prompt alone, not on neighbours. Chunks of one prompt follow each other through the ring without waiting.
+own prompt alone, not on neighbours. Chunks of one prompt follow each other on the ring without waiting.
 
-With several stages, decoding lanes are spread over as many **groups** of neighbouring lanes, each with a step of its own
-under way, so that all stages compute at once.
+With several stages, decoding lanes are spread over as many **groups** of neighbouring lanes, each with a step of its
+own under way, so that all stages compute at once.
 """
 
 from __future__ import annotations

@@ -81,8 +81,9 @@ class BatchRunner:
     def close(self, message: wire.SessionClose) -> None:
         """End a session, behind this stage and here; its lane holds nothing afterwards."""
         self._send_down(message, ())
-        if self._lanes.pop(message.session, None) is not None:
-            self._model.trim(message.lane, 0)
+        lane = self._lanes.pop(message.session, None)
+        if lane is not None and lane not in self._lanes.values():
+            self._model.trim(lane, 0)
         if self._tokens is not None:
             self._tokens.close(message.session, message.reason)
 

@@ -17,6 +17,7 @@ from skippy_zmq.chat.renderer import TemplateRenderer
 from skippy_zmq.errors import (
     HandshakeError,
     ProtocolError,
+    RequestError,
     RetryableError,
     SkippyError,
     StageLostError,
@@ -27,13 +28,16 @@ from skippy_zmq.stage.batches import BatchRunner, RingMessage
 from skippy_zmq.stage.handshake import check_crossing, check_neighbours, check_pipeline, check_ring
 from skippy_zmq.stage.last import TokenSource
 from skippy_zmq.stage.requests import RequestTable
+from skippy_zmq.stage.tokenizing import INLINE_BYTES, BackgroundTokenizer
 from skippy_zmq.transport import Incoming, Link, LinkEventKind, Loop, PeerGone, QueueFull, Server
 from skippy_zmq.wire import messages as wire
 from skippy_zmq.wire.codec import decode, encode
 from skippy_zmq.wire.failures import error_message, exception_of
+from skippy_zmq.wire.limits import MAX_PROMPT_TOKENS, MAX_TEXT_BYTES
 
 log = logging.getLogger("skippy_zmq.stage")
 
+GREET_AGAIN_SECONDS = 1.0  # after a next stage that could not take this one just now
 MAX_PEERS = 4096  # remembered; a client silent for longer than so many others has to say HELLO again
 
 
@@ -41,7 +45,8 @@ class Stage:
     """A stage between its neighbours. ``run`` returns when it was asked to stop and has drained.
 
     ``facts``: what this stage says of itself. ``next_link``: to the stage behind, None for the last one. ``ring_link``:
-    from the last stage to stage 0, None elsewhere and in a ring of one.
+    from the last stage to stage 0, None elsewhere and in a ring of one. ``n_groups``: decode steps under way at once,
+    None for as many as there are stages.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class Stage:
         ring_link: Link | None,
         on_ready: Callable[[tuple[wire.StageFacts, ...]], object],
         exit_fd: int | None = None,
+        n_groups: int | None = None,
     ) -> None:
         self.model = model
         self.facts = facts
@@ -63,6 +69,7 @@ class Stage:
         self.ring_link = ring_link
         self._on_ready = on_ready
         self._exit_fd = exit_fd
+        self._n_groups = n_groups
         self.counters: Counter[str] = Counter()
         # Routing id -> role of those that were welcomed, the one silent for longest first.
         self._peers: OrderedDict[bytes, str] = OrderedDict()
@@ -76,6 +83,8 @@ class Stage:
         self.requests: RequestTable | None = None
         self.tokens: TokenSource | None = None
         self._scheduler: Scheduler | None = None
+        self._tokenizer = BackgroundTokenizer(loop.wake)
+        self._greet_at: float | None = None  # when to say HELLO to the next stage again
         if model.is_last:
             self.tokens = TokenSource(model, self.send_to_client)
         self._batches = BatchRunner(model, facts, self.tokens, self.counters, self._send_down, self._batch_done)
@@ -102,7 +111,7 @@ class Stage:
         self._scheduler = Scheduler(self.facts.lanes, rows, max_in_flight=2)
         boot = self.facts.stage.rpartition("-")[2]
         self.requests = RequestTable(
-            model, self._scheduler, self.renderer, self.send_to_client, self._close_session, boot
+            model, self._scheduler, self.renderer, self.send_to_client, self._close_session, boot, self._tokenizer
         )
         self.loop.add(self.renderer.fileno())
 
@@ -153,7 +162,7 @@ class Stage:
                 raise
             if self._scheduler is not None:
                 self._scheduler.max_in_flight = 2 * len(self.stages)
-                self._scheduler.n_groups = len(self.stages)
+                self._scheduler.n_groups = self._n_groups or len(self.stages)
         for peer, role in list(self._peers.items()):
             if role in ("upstream", "client"):
                 self._send_to(peer, wire.Ready(self.stages))
@@ -231,6 +240,9 @@ class Stage:
                 elif self.requests is not None:
                     self.requests.rendered()
             now = time.monotonic()
+            self._tokenizer.deliver()
+            if self._greet_at is not None and self._greet_at <= now:
+                self._greet_next()
             if self.requests is not None:
                 self.requests.expire(now)
                 if self.ready:
@@ -248,8 +260,7 @@ class Stage:
         times = []
         if self.requests is not None and (deadline := self.requests.next_deadline()) is not None:
             times.append(deadline)
-        if self._stop_at is not None:
-            times.append(self._stop_at)
+        times += [at for at in (self._stop_at, self._greet_at) if at is not None]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _can_schedule(self) -> bool:
@@ -337,6 +348,8 @@ class Stage:
                 self._send_to(peer, wire.StatsReply(message.request, self.facts, self._counters()))
             case wire.Ping():
                 self._send_to(peer, wire.Pong(message.nonce, self.ready))
+            case wire.Pong() if role == "upstream":
+                pass  # that it could be asked was what there was to know
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not for this stage from a peer of role {role!r}")
 
@@ -348,28 +361,42 @@ class Stage:
         return None
 
     def _take_ring_message(self, message: RingMessage, payloads: list[memoryview]) -> None:
+        lanes: list[int] = []
         if isinstance(message, wire.Activations):
             if message.layer_end != self.facts.layer_start:
                 raise ProtocolError(
                     f"activations of layers {message.layer_start}:{message.layer_end} for a stage that begins at layer "
                     f"{self.facts.layer_start}"
                 )
-            for entry in message.rows:
-                if entry.lane >= self.facts.lanes:
-                    raise ProtocolError(f"lane {entry.lane}: wanted 0 to {self.facts.lanes - 1}")
+            lanes += [entry.lane for entry in message.rows]
+        if not isinstance(message, wire.SessionClose):
+            lanes += [opened.lane for opened in message.opens]
+        for lane in lanes:
+            if lane >= self.facts.lanes:
+                raise ProtocolError(f"lane {lane}: wanted 0 to {self.facts.lanes - 1}")
         self._queue.append((message, payloads))
 
     def _tokenize(self, peer: bytes, message: wire.Tokenize) -> None:
         if self.requests is None:
             raise ProtocolError("TOKENIZE is for stage 0")
-        try:
-            ids = self.requests.tokenize(
-                message.text, add_special=message.add_special, parse_special=message.parse_special
-            )
-        except SkippyError as error:
-            self._send_to(peer, error_message(error, message.request))
-            return
-        self._send_to(peer, wire.Tokenized(message.request, tuple(ids)))
+        requests = self.requests
+
+        def tokenize() -> list[int]:
+            ids = requests.tokenize(message.text, add_special=message.add_special, parse_special=message.parse_special)
+            if len(ids) > MAX_PROMPT_TOKENS:
+                raise RequestError(f"{len(ids)} tokens: wanted at most {MAX_PROMPT_TOKENS}", code="too_large")
+            return ids
+
+        def answer(ids: list[int] | SkippyError) -> None:
+            if isinstance(ids, SkippyError):
+                self._send_to(peer, error_message(ids, message.request))
+            else:
+                self._send_to(peer, wire.Tokenized(message.request, tuple(ids)))
+
+        if len(message.text) > INLINE_BYTES // 4:
+            self._tokenizer.submit(tokenize, answer)
+        else:
+            answer(tokenize())
 
     def _detokenize(self, peer: bytes, message: wire.Detokenize) -> None:
         for token in message.token_ids:
@@ -377,7 +404,10 @@ class Stage:
                 error = ProtocolError(f"token id {token}: wanted 0 to {self.model.n_vocab - 1}", code="invalid_token")
                 self._send_to(peer, error_message(error, message.request))
                 return
-        self._send_to(peer, wire.Detokenized(message.request, self.model.detokenize(message.token_ids)))
+        data = self.model.detokenize(message.token_ids)
+        if len(data) > MAX_TEXT_BYTES:
+            raise RequestError(f"{len(data)} bytes of text: wanted at most {MAX_TEXT_BYTES}", code="too_large")
+        self._send_to(peer, wire.Detokenized(message.request, data))
 
     def _counters(self) -> dict[str, int]:
         gauges = {"now.sessions": self._batches.sessions, "now.queue": len(self._queue)}
@@ -404,11 +434,8 @@ class Stage:
             assert hello.facts is not None
             check_neighbours(hello.facts, self.facts)
             check_crossing(hello.facts, self.facts)
+            self._make_room_for(peer)
             self._forget_sessions()
-            if self._upstream is not None and self._upstream != peer:  # most often one that crashed
-                was = self._upstream.decode()
-                words = f"{hello.peer} has taken the place of {was} in front of {self.facts.stage}"
-                self._send_to(self._upstream, wire.Error("handshake", words))
             self._upstream = peer
         elif hello.role == "ring":
             assert hello.facts is not None
@@ -428,6 +455,11 @@ class Stage:
         self._send_to(peer, wire.Welcome(self.stages, self.ready))
         self._announce()
 
+    def _make_room_for(self, peer: bytes) -> None:
+        """Raise RetryableError while another stage is in front of this one; one that went away does not count."""
+        if self._upstream not in (None, peer) and self._send_to(self._upstream, wire.Ping(0)):
+            raise RetryableError(f"{self._upstream.decode()} is in front of {self.facts.stage} already")
+
     def _forget_sessions(self) -> None:
         self._queue.clear()
         self._batches.close_all()
@@ -436,14 +468,22 @@ class Stage:
         self._receive_from(link)  # what arrived before the connection was lost comes first
         for event in link.events():
             if event.kind is LinkEventKind.CONNECTED:
-                role = "upstream" if link is self.next_link else "ring"
-                with contextlib.suppress(PeerGone):  # lost again already: the next event says so
-                    link.send(encode(wire.Hello(role, self.facts.stage, self.facts)))
+                self._greet(link)
             elif event.kind is LinkEventKind.DISCONNECTED and link is self.next_link:
                 self._lost_next(event.detail)
             else:
                 log.warning("%s", event.detail)
         self._receive_from(link)
+
+    def _greet(self, link: Link) -> None:
+        role = "upstream" if link is self.next_link else "ring"
+        with contextlib.suppress(PeerGone):  # lost again already: the next event says so
+            link.send(encode(wire.Hello(role, self.facts.stage, self.facts)))
+
+    def _greet_next(self) -> None:
+        self._greet_at = None
+        if self.next_link is not None and self.next_link.connected and not self._behind:
+            self._greet(self.next_link)
 
     def _receive_from(self, link: Link) -> None:
         while (incoming := link.receive()) is not None:
@@ -460,6 +500,7 @@ class Stage:
                 return
             if message.retry:
                 log.warning("next stage: %s", message.message)
+                self._greet_at = time.monotonic() + GREET_AGAIN_SECONDS
                 return
             raise self._refused(message, "the next stage")
         if isinstance(message, wire.Welcome):
@@ -471,6 +512,10 @@ class Stage:
                 self._behind = message.stages
         elif isinstance(message, wire.Ready):
             self._behind = message.stages
+        elif isinstance(message, wire.Ping):
+            if self.next_link is not None:
+                self.next_link.send(encode(wire.Pong(message.nonce, self.ready)))
+            return
         else:
             raise ProtocolError(f"{type(message).__name__} from the next stage")
         self._announce()

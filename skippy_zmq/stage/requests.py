@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from skippy_zmq.errors import BusyError, DeadlineError, RequestError, SkippyErro
 from skippy_zmq.runtime.sampling import check_sampling
 from skippy_zmq.runtime.stage_model import StageModel
 from skippy_zmq.schedule.scheduler import Batch, Scheduler
+from skippy_zmq.stage.tokenizing import INLINE_BYTES, BackgroundTokenizer
 from skippy_zmq.text import check_stops
 from skippy_zmq.wire import messages as wire
 from skippy_zmq.wire.failures import error_message
@@ -50,6 +52,7 @@ class RequestTable:
         send: SendToClient,
         close: CloseSession,
         boot: str,
+        tokenizer: BackgroundTokenizer,
     ) -> None:
         self._model = model
         self._scheduler = scheduler
@@ -62,6 +65,8 @@ class RequestTable:
         self._by_request: dict[tuple[bytes, str], _Request] = {}
         self._waiting: OrderedDict[str, _Request] = OrderedDict()
         self._bos_text = self._special_text(model.native_model.bos)
+        self._tokenizer = tokenizer
+        self._longest_piece = 0  # bytes; found when a long text comes
         self.refused = 0
 
     def _special_text(self, token: int) -> str:
@@ -102,8 +107,7 @@ class RequestTable:
             if ask.messages is not None:
                 self._renderer.submit(request.session, ask.messages, deadline=request.deadline)
             else:
-                request.prompt = self._prompt(ask)
-                self._check_prompt(request.prompt)
+                self._take_prompt(request, ask.token_ids if ask.token_ids is not None else ask.prompt or "")
         except SkippyError as error:
             self.refused += 1
             self._send(client, error_message(error, ask.request))
@@ -111,10 +115,40 @@ class RequestTable:
         self._by_session[request.session] = self._by_request[client, ask.request] = request
         self._waiting[request.session] = request
 
-    def _prompt(self, ask: wire.Generate) -> tuple[int, ...]:
-        if ask.token_ids is not None:
-            return ask.token_ids
-        return tuple(self.tokenize(ask.prompt or ""))
+    def _take_prompt(self, request: _Request, prompt: str | tuple[int, ...]) -> None:
+        """Set the request's prompt: at once, or when a long text has been tokenized."""
+        if isinstance(prompt, str):
+            if len(prompt) > INLINE_BYTES // 4:  # characters have up to 4 bytes
+                tokenize = functools.partial(self._tokenize_long, prompt)
+                self._tokenizer.submit(tokenize, functools.partial(self._tokenized, request.session))
+                return
+            prompt = tuple(self.tokenize(prompt))
+        self._check_prompt(prompt)
+        request.prompt = prompt
+
+    def _tokenize_long(self, text: str) -> list[int]:
+        if self._longest_piece == 0:
+            pieces = (self._model.piece(token, special=True) for token in range(self._model.n_vocab))
+            self._longest_piece = max(map(len, pieces), default=0) or 1
+        limit = self._model.n_ctx * self._longest_piece
+        if (size := len(text.encode())) > limit:
+            raise RequestError(
+                f"the prompt has {size} bytes, the {self._model.n_ctx} tokens of a lane hold at most {limit}",
+                code="context_length_exceeded",
+            )
+        return self.tokenize(text)
+
+    def _tokenized(self, session: str, ids: list[int] | SkippyError) -> None:
+        request = self._by_session.get(session)
+        if request is None:
+            return
+        try:
+            if isinstance(ids, SkippyError):
+                raise ids
+            self._check_prompt(ids)
+            request.prompt = tuple(ids)
+        except SkippyError as error:
+            self._fail(request, error)
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         special = add_special and add_special_for(text, self._bos_text, self._model.native_model.adds_bos)
@@ -150,10 +184,6 @@ class RequestTable:
 
     # ---- from the template renderer and the clock
 
-    @property
-    def renderer_fd(self) -> int:
-        return self._renderer.fileno()
-
     def rendered(self) -> None:
         self._take(self._renderer.poll())
 
@@ -170,8 +200,7 @@ class RequestTable:
             try:
                 if isinstance(outcome, Failed):
                     raise outcome.error
-                request.prompt = tuple(self.tokenize(outcome.text))
-                self._check_prompt(request.prompt)
+                self._take_prompt(request, outcome.text)
             except SkippyError as error:
                 self._fail(request, error)
 

@@ -50,8 +50,8 @@ std::string lane_text(const LaneRows &rows) {
 
 StageContext::StageContext(StageModel &model, const ContextOptions &options) : model_(model), options_(options) {
     if (options.lanes < 1 || options.n_ctx < 0 || options.n_batch < 1 || options.n_ubatch < 1 || options.threads < 1 ||
-        options.threads_batch < 1 || options.max_outputs < 0) {
-        throw std::runtime_error("lanes, batch sizes and threads must be at least 1, sizes not negative");
+        options.threads_batch < 1 || (options.max_outputs != 0 && options.max_outputs < options.lanes)) {
+        throw std::runtime_error("lanes, batch sizes and threads must be at least 1, outputs as many as lanes");
     }
     if (!options.kv_offload && model.has_gpu_layers()) {
         // llama.cpp would put every layer's cache into this host's memory, other stages' too
@@ -455,10 +455,10 @@ void StageContext::find_crossing() {
                 }
             }
             CrossingSpec spec{tensor.key, tensor.type, 0, tensor.nbytes};
-            if (trials.size() > 1 && points.size() > 1 && points[0].first > points[1].first &&
-                points[0].second >= points[1].second) {
-                spec.row_bytes = (points[0].second - points[1].second) / (points[0].first - points[1].first);
-                spec.fixed_bytes = points[0].second - spec.row_bytes * points[0].first;
+            const auto [fewest, most] = std::minmax_element(points.begin(), points.end());
+            if (most->first > fewest->first && most->second >= fewest->second) {
+                spec.row_bytes = (most->second - fewest->second) / (most->first - fewest->first);
+                spec.fixed_bytes = fewest->second - std::min(fewest->second, spec.row_bytes * fewest->first);
             }
             bool fits = points.size() == trials.size();
             for (const auto &[rows, bytes] : points) {

@@ -230,7 +230,10 @@ StageModel::StageModel(StageLayers layers, std::vector<Extent> extents, const st
         extent.own = owns(extent.tensor);
     }
     files_ = std::make_unique<WeightFiles>(std::move(extents), files);
-    if (!files_->prefetch(progress)) {
+    // Asking for the bytes is the first half of the way, llama.cpp's taking them the second.
+    const WeightFiles::Progress halves[] = {[&](float done) { return progress(done / 2); },
+                                            [&](float done) { return progress((done + 1) / 2); }};
+    if (!files_->prefetch(progress ? halves[0] : nullptr)) {
         throw std::runtime_error("loading was stopped");
     }
     install_callbacks();
@@ -251,6 +254,12 @@ StageModel::StageModel(StageLayers layers, std::vector<Extent> extents, const st
     params.lazy_mode = LLAMA_LAZY_MODE_OFF;
     params.use_extra_bufts = options_.repack;
     params.no_host = options_.no_host_buffer;
+    if (progress) {
+        params.progress_callback = [](float done, void *report) {
+            return (*static_cast<const WeightFiles::Progress *>(report))(done);
+        };
+        params.progress_callback_user_data = const_cast<WeightFiles::Progress *>(&halves[1]);
+    }
 
     std::vector<const char *> paths;
     for (const std::string &path : files) {
