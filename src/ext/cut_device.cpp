@@ -90,9 +90,7 @@ ggml_backend_buffer_t CutDevice::alloc_buffer(ggml_backend_buffer_type_t type, s
 void CutDevice::set_tensor(ggml_backend_buffer_t buffer, ggml_tensor *tensor, const void *data, size_t offset,
                            size_t size) {
     CutDevice &self = of(buffer);
-    if (buffer->usage == GGML_BACKEND_BUFFER_USAGE_WEIGHTS) {
-        self.cut.away_weights_.insert(tensor->name);
-    } else if (!self.before) {
+    if (buffer->usage != GGML_BACKEND_BUFFER_USAGE_WEIGHTS && !self.before) {
         self.cut.crossing_.store(tensor, data, offset, size);
     }
 }

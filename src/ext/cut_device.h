@@ -6,9 +6,6 @@
 #include "ggml_device_abi.h"
 #include "layer_map.h"
 
-#include <set>
-#include <string>
-
 namespace skippy {
 
 class CutDevice;
@@ -38,8 +35,6 @@ class Cut {
     void start_remembering() { layers_.start_remembering(); }
 
     Crossing &crossing() { return crossing_; }
-    // Names of the weights that llama.cpp placed before or behind this stage.
-    const std::set<std::string> &away_weights() const { return away_weights_; }
 
   private:
     friend class CutDevice;
@@ -49,7 +44,6 @@ class Cut {
     int n_layers_, begin_, end_;
     LayerMap layers_;
     Crossing crossing_;
-    std::set<std::string> away_weights_;
     CutDevice *before_;
     CutDevice *after_;
 };

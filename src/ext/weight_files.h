@@ -29,7 +29,6 @@ class WeightFiles {
     WeightFiles(const WeightFiles &) = delete;
     WeightFiles &operator=(const WeightFiles &) = delete;
 
-    const std::vector<Extent> &extents() const { return extents_; }
     uint64_t own_bytes() const;
 
     // Asks the kernel for this stage's own bytes, nothing else. Returns false where progress said stop.
