@@ -148,3 +148,18 @@ def test_a_stage_that_hangs_for_a_while(pipeline: StagePipeline, transport: Tran
         peer = Peer(transport, pipeline.endpoint_of(index))
         peer.greet()
         peer.at_rest()
+
+
+def test_a_stage_0_that_dies_leaves_no_sessions_behind(
+    make_pipeline: Callable[..., StagePipeline], transport: Transport, model: Parrot
+) -> None:
+    pipeline = make_pipeline(model.path, "0:1 1:2 2:4")
+    pipeline.start_all()
+    asker = Asker(transport, pipeline.endpoint)
+    request = asker.ask((5,), max_tokens=240)
+    asker.wait(request, lambda answer: bool(answer.token_ids))
+    pipeline[0].kill()
+    for index in (1, 2):
+        peer = Peer(transport, pipeline.endpoint_of(index))
+        peer.greet()
+        peer.at_rest()

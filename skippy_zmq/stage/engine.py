@@ -37,6 +37,7 @@ from skippy_zmq.wire.limits import MAX_PROMPT_TOKENS, MAX_TEXT_BYTES
 
 log = logging.getLogger("skippy_zmq.stage")
 
+PROBE_SECONDS = 2.0  # of silence, after which an upstream that has sessions here is asked for
 GREET_AGAIN_SECONDS = 1.0  # after a next stage that could not take this one just now
 MAX_PEERS = 4096  # remembered; a client silent for longer than so many others has to say HELLO again
 
@@ -74,6 +75,7 @@ class Stage:
         # Routing id -> role of those that were welcomed, the one silent for longest first.
         self._peers: OrderedDict[bytes, str] = OrderedDict()
         self._upstream: bytes | None = None
+        self._heard_at = 0.0  # from the upstream, monotonic seconds
         self._behind: tuple[wire.StageFacts, ...] = ()  # once known: the stages behind, in layer order
         self._announced = False
         self._queue: deque[tuple[RingMessage, list[memoryview]]] = deque()
@@ -243,11 +245,25 @@ class Stage:
             self._tokenizer.deliver()
             if self._greet_at is not None and self._greet_at <= now:
                 self._greet_next()
+            if self._owes_a_sign and now >= self._heard_at + PROBE_SECONDS:
+                self._probe_upstream(now)
             if self.requests is not None:
                 self.requests.expire(now)
                 if self.ready:
                     self.requests.start_waiting()
             self._work()
+
+    @property
+    def _owes_a_sign(self) -> bool:
+        return self._upstream is not None and self._batches.sessions > 0
+
+    def _probe_upstream(self, now: float) -> None:
+        """Nobody owns the sessions of an upstream that is gone: end them here and behind, and free their lanes."""
+        self._heard_at = now
+        if self._upstream is not None and not self._send_to(self._upstream, wire.Ping(0)):
+            log.warning("%s in front of this stage is gone", self._upstream.decode())
+            self._upstream = None
+            self._forget_sessions()
 
     def _read_exit_fd(self, fd: int) -> None:
         if not os.read(fd, 4096):  # whoever started this stage is gone
@@ -261,6 +277,8 @@ class Stage:
         if self.requests is not None and (deadline := self.requests.next_deadline()) is not None:
             times.append(deadline)
         times += [at for at in (self._stop_at, self._greet_at) if at is not None]
+        if self._owes_a_sign:
+            times.append(self._heard_at + PROBE_SECONDS)
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _can_schedule(self) -> bool:
@@ -361,6 +379,7 @@ class Stage:
         return None
 
     def _take_ring_message(self, message: RingMessage, payloads: list[memoryview]) -> None:
+        self._heard_at = time.monotonic()
         lanes: list[int] = []
         if isinstance(message, wire.Activations):
             if message.layer_end != self.facts.layer_start:
