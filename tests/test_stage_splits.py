@@ -227,10 +227,10 @@ def test_ranges_that_no_stage_can_have(model: Path) -> None:
         ("0:2",): "layers 0:2 of 4: --next is needed, the stage that begins at layer 2",
         ("1:3",): "layers 1:3 of 4: --next is needed, the stage that begins at layer 3",
         ("2:4",): "layers 2:4 are the last of 4: --first is needed, the stage that begins at layer 0",
-        ("2:4", "--next", "ipc:///tmp/x"): "layers 2:4 are the last of 4: there is no --next",
-        ("0:4", "--next", "ipc:///tmp/x"): "layers 0:4 are the last of 4: there is no --next",
-        ("0:4", "--first", "ipc:///tmp/x"): "layers 0:4 of 4: --first is for the last of several stages",
-        ("1:2", "--next", "ipc:///tmp/x", "--first", "ipc:///tmp/x"): "layers 1:2 of 4: --first is for the last",
+        ("2:4", "--next", "ipc://elsewhere"): "layers 2:4 are the last of 4: there is no --next",
+        ("0:4", "--next", "ipc://elsewhere"): "layers 0:4 are the last of 4: there is no --next",
+        ("0:4", "--first", "ipc://elsewhere"): "layers 0:4 of 4: --first is for the last of several stages",
+        ("1:2", "--next", "ipc://elsewhere", "--first", "ipc://elsewhere"): "layers 1:2 of 4: --first is for the last",
     }
     results = run_many([("--model", str(model), "--layers", *arguments) for arguments in wrong])
     for (code, stderr), wanted in zip(results, wrong.values(), strict=True):

@@ -42,7 +42,7 @@ from skippy_zmq.wire.messages import (
 
 FACTS = StageFacts(
     stage="stage-0-5e1f",
-    endpoint="ipc:///tmp/stage-0.sock",
+    endpoint="ipc:///run/stage-0.sock",
     build="llama.cpp 0.5.0",
     model="00ff" * 8,
     model_name="tiny",

@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from skippy_zmq.errors import OptionError
 from skippy_zmq.wire.limits import MAX_BATCH_ROWS, MAX_LANES
 
-CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
+CACHE_TYPES: tuple[str, ...] = get_args(CacheType)
 
 
 def available_cores() -> int:
