@@ -69,7 +69,7 @@ def _facts(hello: wire.Hello) -> wire.StageFacts:
 
 _Answer = Callable[[wire.StageFacts], list[bytes | memoryview]]
 _NONSENSE: dict[str, tuple[_Answer, str]] = {
-    "line noise": (lambda _: [b"\xff" * 20, b"x"], "message of generation 255: this side speaks generation 1"),
+    "line noise": (lambda _: [b"\xff" * 20, b"x"], "message of generation 255: this side speaks generation 2"),
     "another generation": (
         lambda _: encode(wire.Error("generation_mismatch", "message of generation 1: this side speaks generation 2")),
         "the next stage refused this one: message of generation 1: this side speaks generation 2",

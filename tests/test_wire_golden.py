@@ -1,4 +1,4 @@
-"""The bytes of generation 1 do not change. Run this file with --write to record them after a change of generation."""
+"""The bytes of a generation do not change. Run this file with --write to record them after a change of generation."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from skippy_zmq.wire.messages import (
     Accepted,
     Activations,
     BatchDone,
+    BatchTimes,
     Cancel,
     ChatMessage,
     CrossingSpec,
@@ -65,6 +66,9 @@ FACTS = StageFacts(
     kv_bytes=1 << 33,
     compute_bytes=0,
     threads=2,
+    row_class_low=2,
+    row_class_high=12,
+    reproducible=True,
 )
 _SAMPLING = SamplingParams(temperature=0.8, logit_bias=((5, -1.5), (7, 2.0)), seed=42, grammar='root ::= "a"')
 BATCH = Activations(
@@ -84,6 +88,7 @@ BATCH = Activations(
         TensorDescriptor("l_out-14", 0, 1, "f32", (4, 3), 48),
     ),
     opens=(SessionOpen("s-3", 4, "r-3", b"client-9", 3, 64, _SAMPLING, ("\n\n",)),),
+    times=BatchTimes(9_000, 8_500, 8_500),
 )
 BATCH_PAYLOADS = (bytes(range(32)), bytes(range(48)))
 
@@ -112,6 +117,7 @@ EXAMPLES: dict[Kind, Any] = {
         12,
         (SampledToken("s-1", 0, 11, 300), SampledToken("s-2", 1, 21, 2, "stop")),
         (("s-3", "native", "llama_decode returned -3"),),
+        BatchTimes(18_000, 17_000, 9_000),
     ),
     Kind.BATCH_FAILED: messages.BatchFailed(13, ("s-3",), BATCH.opens, "native", "llama_decode returned -3"),
     Kind.TOKENIZE: Tokenize("r-2", "hello", False, True),
@@ -206,6 +212,8 @@ def facts(draw: st.DrawFn) -> StageFacts:
             n_ctx=st.integers(1, limits.MAX_POSITION),
             n_batch=st.integers(1, limits.MAX_POSITION),
             n_ubatch=st.integers(1, limits.MAX_BATCH_ROWS),
+            row_class_low=st.integers(1, 4),
+            row_class_high=st.integers(4, limits.MAX_BATCH_ROWS),
             swa_full=st.booleans(),
             wanted=specs,
             offered=specs,
@@ -215,6 +223,7 @@ def facts(draw: st.DrawFn) -> StageFacts:
     )
 
 
+TIMES = st.builds(BatchTimes, COUNTS, COUNTS, COUNTS)
 STAGES = st.lists(facts(), min_size=1, max_size=3).map(tuple)
 
 
@@ -263,6 +272,7 @@ def batches(draw: st.DrawFn) -> tuple[Activations, list[bytes]]:
         struct.pack(f"<{total}i", *(draw(TOKEN_ID) for _ in range(total))),
         tuple(tensors),
         opens,
+        draw(TIMES),
     )
     return message, [draw(st.binary(min_size=t.nbytes, max_size=t.nbytes)) for t in tensors]
 
@@ -318,6 +328,7 @@ SIMPLE: dict[Kind, st.SearchStrategy[Any]] = {
             max_size=8,
         ).map(tuple),
         st.lists(st.tuples(NAMES, CODES, texts(0, limits.MAX_ERROR_BYTES)), max_size=3).map(tuple),
+        TIMES,
     ),
     Kind.BATCH_FAILED: st.builds(
         messages.BatchFailed,

@@ -1,4 +1,4 @@
-"""Every message of protocol generation 1, as frozen values. No logic, no sockets; docs/protocol.md is the contract.
+"""Every message of the wire protocol, as frozen values. No logic, no sockets; docs/protocol.md is the contract.
 
 Units: positions and counts are tokens, sizes bytes, times microseconds unless a name says otherwise. Ids of requests
 are chosen by the client, ids of sessions by stage 0; both are opaque strings.
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-GENERATION = 1
+GENERATION = 2
 
 
 class Kind(enum.IntEnum):
@@ -81,6 +81,9 @@ class StageFacts:
     kv_bytes: int = 0
     compute_bytes: int = 0
     threads: int = 0
+    row_class_low: int = 1
+    row_class_high: int = 1
+    reproducible: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +276,15 @@ class SessionRows:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchTimes:
+    """What a batch has cost so far, in microseconds; each stage adds its own. No clock of another machine is used."""
+
+    spent_us: int = 0
+    compute_us: int = 0
+    slowest_us: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Activations:
     """A batch on its way down the ring. ``tokens``: int32 little-endian ids of all rows, in the order of ``rows``."""
 
@@ -286,6 +298,7 @@ class Activations:
     tokens: bytes
     tensors: tuple[TensorDescriptor, ...]
     opens: tuple[SessionOpen, ...] = ()
+    times: BatchTimes = BatchTimes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +333,7 @@ class BatchDone:
     batch: int
     tokens: tuple[SampledToken, ...] = ()
     failed: tuple[tuple[str, str, str], ...] = ()  # (session, error code, message)
+    times: BatchTimes = BatchTimes()
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,7 @@ _RULES: Mapping[str, Field] = {
     "client": binary(1, MAX_ROUTING_ID_BYTES),
     "code": _CODE,
     "compute_bytes": _COUNT,
+    "compute_us": _COUNT,
     "content": _TEXT,
     "counters": mapping(_NAME, integer(-MAX_INT64, MAX_INT64), MAX_COUNTERS),
     "data": binary(0, MAX_TEXT_BYTES),
@@ -127,10 +128,14 @@ _RULES: Mapping[str, Field] = {
     "reason": one_of(("done", "cancelled", "error")),
     "repeat_last_n": _SIGNED,
     "request": _NAME,
+    "row_class_high": integer(1, MAX_BATCH_ROWS),
+    "row_class_low": integer(1, MAX_BATCH_ROWS),
     "row_bytes": integer(0, MAX_PAYLOAD_BYTES),
     "seed": optional(integer(0, MAX_SEED)),
     "session": _NAME,
     "sessions": array_of(_NAME, 1, MAX_LANES),
+    "slowest_us": _COUNT,
+    "spent_us": _COUNT,
     "shape": array_of(integer(1, MAX_PAYLOAD_BYTES), 1, MAX_DIMS),
     "stage": _NAME,
     "stop": array_of(text(1, MAX_STOP_BYTES), 0, MAX_STOP_STRINGS),
@@ -169,6 +174,8 @@ def _check_facts(facts: m.StageFacts) -> None:
     if not facts.layer_start < facts.layer_end <= facts.n_layers:
         got = Got(f"{facts.layer_start}:{facts.layer_end} of {facts.n_layers}")
         raise FieldError("layer_start < layer_end <= n_layers", got, ".layer_end")
+    if facts.row_class_low > facts.row_class_high:
+        raise FieldError(f"at least row_class_low, {facts.row_class_low}", facts.row_class_high, ".row_class_high")
 
 
 def _check_hello(hello: m.Hello) -> None:
