@@ -174,7 +174,7 @@ class LocalPipeline:
             command += ["--first", self._endpoint(0)]
         command += ["--exit-with-stdin", "--no-progress", "--log-level", "warning"]
         command += ["--drain-seconds", str(DRAIN_SECONDS), *to_arguments(self.options)]
-        if self.options.threads * len(self.layers) > available_cores():
+        if self.options.groups is None and self.options.threads * len(self.layers) > available_cores():
             command += ["--groups", "1"]  # stages that share their cores gain nothing from computing at once
         if self._uncertified:
             command.append("--uncertified")

@@ -94,7 +94,7 @@ def test_close_is_idempotent_in_any_order(leak_check: None, socket_dir: Path) ->
     factory = SocketFactory()
     server = Server(factory, Endpoint.parse(f"ipc://{socket_dir}/stage"))
     link = Link(factory, server.endpoint, routing_id=b"client")
-    assert factory.n_open == 3
+    assert factory.n_open == 4
     link.close()
     link.close()
     factory.close()
@@ -108,7 +108,7 @@ def test_close_is_idempotent_in_any_order(leak_check: None, socket_dir: Path) ->
 def test_forgotten_sockets_are_counted_and_closed(leak_check: None) -> None:
     with SocketFactory() as factory:
         server = Server(factory, Endpoint.parse("0"))
-        assert factory.n_open == 1
+        assert factory.n_open == 2
     assert factory.n_open == 0
     server.close()
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from skippy_zmq.client.answer import Answer
 from skippy_zmq.client.results import Chunk, Generation
+from skippy_zmq.client.stats import PipelineStats
 from skippy_zmq.errors import DeadlineError, EndpointError, ProtocolError, SkippyError, StageLostError
 from skippy_zmq.wire.codec import encode
 from skippy_zmq.wire.failures import exception_of
@@ -22,6 +23,7 @@ from skippy_zmq.wire.messages import (
     Generate,
     Hello,
     Message,
+    Ping,
     Pong,
     Ready,
     StageFacts,
@@ -71,7 +73,7 @@ class Opened:
 
 
 Action = Connect | Send
-Outcome = Chunk | Finished | Opened | Tokenized | Detokenized | StatsReply | SkippyError
+Outcome = Chunk | Finished | Opened | Tokenized | Detokenized | StatsReply | PipelineStats | SkippyError
 Event = tuple[str, Outcome]  # the request it belongs to
 
 
@@ -79,6 +81,7 @@ Event = tuple[str, Outcome]  # the request it belongs to
 class _Peer:
     connected: bool = False
     welcomed: bool = False
+    ready: bool = False  # as it said last
     detail: str = ""  # why the last attempt to connect failed
     refusal: SkippyError | None = None
 
@@ -92,6 +95,7 @@ class _Pending:
     contact_by: float
     deadline: float | None
     seconds: float  # what the deadline, or else the contact, was given
+    ask_ready: bool = False
     answer: Answer | None = None
     sent: bool = False
     cancelling: bool = False
@@ -110,7 +114,7 @@ class Conversation:
     def __init__(self, endpoint: str, peer: str, contact_seconds: float) -> None:
         self.endpoint = endpoint
         self.stages: tuple[StageFacts, ...] = ()
-        self._contact_seconds = contact_seconds
+        self.contact_seconds = contact_seconds
         self._hello = Hello("client", peer)
         self._ready = False
         self._peers = {endpoint: _Peer()}
@@ -138,6 +142,11 @@ class Conversation:
         last = self._peers.get(self._last_endpoint)
         return self._ready and self._peers[self.endpoint].welcomed and last is not None and last.welcomed
 
+    @property
+    def said_ready(self) -> bool:
+        """Whether stage 0 is connected and has said last that the pipeline is ready; it says so only when asked."""
+        return self._peers[self.endpoint].ready
+
     # What the caller wants.
 
     def submit(
@@ -148,21 +157,23 @@ class Conversation:
         *,
         timeout: float | None = None,
         to: StageFacts | None = None,
+        ask_ready: bool = False,
     ) -> None:
         """Start ``request``, or (``message`` None) wait for the pipeline; raise RequestError for what cannot be sent.
 
         ``timeout``: seconds for all of it; without one only a Generate may take any time. ``to``: the stage that
-        answers, else stage 0.
+        answers, else stage 0. ``ask_ready``: have ``said_ready`` up to date when the answer comes.
         """
         frames = encode(message) if message is not None else None
         generating = isinstance(message, Generate)
-        seconds = self._contact_seconds if timeout is None else timeout
+        seconds = self.contact_seconds if timeout is None else timeout
         self._pending[request] = pending = _Pending(
             frames=frames,
             target=None if generating or message is None else self._address(to) if to else self.endpoint,
-            contact_by=now + min(self._contact_seconds, seconds),
+            contact_by=now + min(self.contact_seconds, seconds),
             deadline=None if generating and timeout is None else now + seconds,
             seconds=seconds,
+            ask_ready=ask_ready,
             answer=Answer(request) if generating else None,
         )
         if pending.target is not None and pending.target not in self._peers:
@@ -223,11 +234,12 @@ class Conversation:
     def received(self, endpoint: str, message: Message, now: float, payloads: Sequence[memoryview] = ()) -> None:
         match message:
             case Welcome():
-                self._peers[endpoint].welcomed = True
+                self._peers[endpoint].welcomed, self._peers[endpoint].ready = True, message.ready
                 if endpoint == self.endpoint:
                     self._learn(message.stages, message.ready)
                 self._advance(now)
             case Ready():
+                self._peers[endpoint].ready = True
                 if endpoint == self.endpoint:
                     self._learn(message.stages, True)
                     self._advance(now)
@@ -241,7 +253,9 @@ class Conversation:
                 if self._pending.pop(message.request, None) is not None:
                     self._out.events.append((message.request, message))
             case Pong():
-                pass
+                self._peers[endpoint].ready = message.ready
+            case Ping():
+                pass  # stage 0 only wants to know whether it can be sent
             case _:
                 self.malformed(endpoint, ProtocolError(f"a client wants no {message.kind.name}"))
 
@@ -294,6 +308,8 @@ class Conversation:
             pending.sent = True
             if pending.answer is not None:
                 pending.answer.sent(now)
+            if pending.ask_ready:  # a stage answers in the order of the questions
+                self._out.actions.append(Send(pending.target or self.endpoint, encode(Ping(0))))
             self._out.actions.append(Send(pending.target or self.endpoint, pending.frames, request))
             pending.frames = None
 
@@ -368,7 +384,7 @@ class Conversation:
             self._out.events.append((request, error))
 
     def _no_contact(self, pending: _Pending) -> SkippyError:
-        seconds = min(self._contact_seconds, pending.seconds)
+        seconds = min(self.contact_seconds, pending.seconds)
         endpoint = pending.target or self.endpoint
         if pending.target is None and self._peers[self.endpoint].welcomed and self._ready:
             endpoint = self._last_endpoint

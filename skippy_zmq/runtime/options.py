@@ -1,4 +1,4 @@
-"""Load and context options of a stage, under llama.cpp's command-line names.
+"""Options of a stage: loading and context, under llama.cpp's command-line names, and scheduling.
 
 One class is the single list: the stage's command line, its config file and the client's local stages all read it.
 """
@@ -71,12 +71,39 @@ class StageOptions(BaseModel):
     repack: bool = Field(True, description="let llama.cpp rearrange weights for the CPU")
     check_tensors: bool = Field(False, description="look for invalid values in this stage's weights while loading")
     host_buffer: bool = Field(True, description="pinned host buffers for weights that stay on the CPU beside a GPU")
+    chunk_policy: Literal["adaptive", "fixed", "schedule"] = Field(
+        "adaptive", description="sizes of prefill chunks: by time, all the same, or a list that ends with the largest"
+    )
+    chunk_sizes: tuple[int, ...] = Field(
+        (), description="rows per prefill chunk: one size for fixed (default: 128), some for schedule (128,256,512)"
+    )
+    chunk_target_ms: int = Field(
+        100, ge=1, le=60_000, description="adaptive chunks: time at the slowest stage; running streams wait as long"
+    )
+    groups: int | None = Field(
+        None, ge=1, le=MAX_LANES, description="decode steps under way at once (default: as many as keep stages busy)"
+    )
+    queue: int = Field(256, ge=0, le=65_536, description="requests that may wait for a lane; more are told busy")
+    queue_seconds: int = Field(
+        600, ge=1, le=86_400, description="longest that a request waits for a lane before it is told busy"
+    )
+    in_flight_mib: int = Field(
+        256, ge=1, le=65_536, description="most MiB of activations under way between stages at once"
+    )
 
     @field_validator("device", "tensor_split", mode="before")
     @classmethod
     def _comma_separated(cls, value: object) -> object:
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip())
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("chunk_sizes", mode="before")
+    @classmethod
+    def _whole_numbers(cls, value: object) -> object:
+        if isinstance(value, str):
+            value = [part.strip() for part in value.split(",") if part.strip()]
+            return tuple(int(part) if part.isdecimal() else part for part in value)
         return tuple(value) if isinstance(value, list) else value
 
     @field_validator("split_mode")
@@ -91,10 +118,20 @@ class StageOptions(BaseModel):
             raise ValueError("mlock and direct_io exclude each other")
         if self.ubatch_size > self.batch_size:
             raise ValueError(f"ubatch_size {self.ubatch_size} is larger than batch_size {self.batch_size}")
+        self._check_chunks()
         # Without flash attention llama.cpp does not check that a block fits a head, and computes with what it has.
         for name, kind in (("K", self.cache_type_k), ("V", self.cache_type_v)):
             if kind not in ("f32", "f16", "bf16") and self.flash_attn != "on":
                 raise ValueError(f"a {kind} {name} cache needs flash_attn on")
+
+    def _check_chunks(self) -> None:
+        if self.chunk_policy == "adaptive" and self.chunk_sizes:
+            raise ValueError("chunk_sizes are for chunk_policy fixed and schedule")
+        if self.chunk_policy == "fixed" and len(self.chunk_sizes) > 1:
+            raise ValueError(f"chunk_policy fixed has one size, chunk_sizes names {len(self.chunk_sizes)}")
+        for size in self.chunk_sizes:
+            if not 1 <= size <= self.ubatch_size:
+                raise ValueError(f"chunk_sizes: wanted 1 to {self.ubatch_size} (ubatch_size), got {size}")
 
     @property
     def decode_threads(self) -> int:
@@ -158,11 +195,18 @@ _ALIASES: dict[str, tuple[str, ...]] = {
 }
 
 
+_SCHEDULING = frozenset(
+    {"chunk_policy", "chunk_sizes", "chunk_target_ms", "groups", "queue", "queue_seconds", "in_flight_mib"}
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add one flag per option; a flag that is not given leaves the config file's value or the default."""
-    group = parser.add_argument_group("load and context options")
+    loading = parser.add_argument_group("load and context options")
+    scheduling = parser.add_argument_group("scheduling options (they matter at stage 0)")
     defaults = StageOptions()
     for name, field in StageOptions.model_fields.items():
+        group = scheduling if name in _SCHEDULING else loading
         flags = [*_ALIASES.get(name, ()), "--" + name.replace("_", "-")]
         default = getattr(defaults, name)
         shown = ",".join(map(str, default)) if isinstance(default, tuple) else default

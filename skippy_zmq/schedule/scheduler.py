@@ -1,11 +1,9 @@
 """Continuous batching at stage 0: which rows of which sessions form the next batch.
 
-A batch is either one decode step of every session that is ready for one, or one prefill chunk of one session; the two
-take turns, so that neither a long prompt nor busy decoding holds up the other. A chunk's size therefore depends on its
-own prompt alone, not on neighbours. Chunks of one prompt follow each other on the ring without waiting.
-
-With several stages, decoding lanes are spread over as many **groups** of neighbouring lanes, each with a step of its
-own under way, so that all stages compute at once.
+A batch is either one decode step of a **group** of neighbouring lanes, or one prefill chunk of one session. A chunk
+therefore depends on its own prompt alone, and a decode row has the same neighbours in kind: what a session gets never
+depends on others. After a chunk, every decoding lane makes a step before the next chunk may go, so that neither a long
+prompt nor busy decoding holds up the other. Chunks of one prompt follow each other on the ring without waiting.
 """
 
 from __future__ import annotations
@@ -14,7 +12,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from skippy_zmq.schedule.chunks import ChunkPolicy
+from skippy_zmq.schedule.credit import Credit
+from skippy_zmq.schedule.groups import GroupCount, spread
 from skippy_zmq.schedule.lanes import LaneTable
+
+DEFAULT_MAX_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,33 +53,57 @@ class _Session:
 
 @dataclass(slots=True)
 class Scheduler:
-    """``max_rows``: largest chunk and decode batch. ``max_in_flight``: batches on the ring at once (credit).
+    """Batches for a ring of ``n_stages``.
 
-    ``n_groups``: decode steps under way at once; usually the number of stages.
+    ``max_rows``: of one decode step. ``chunks``: sizes of prefill chunks. ``row_bytes``: activations of one row at the
+    widest boundary. ``n_groups``: decode steps under way at once; None: as many as keep every stage busy.
     """
 
     n_lanes: int
     max_rows: int
-    max_in_flight: int
-    n_groups: int = 1
+    chunks: ChunkPolicy
+    n_stages: int = 1
+    n_groups: int | None = None
+    row_bytes: int = 0
+    max_bytes: int = DEFAULT_MAX_BYTES
     lanes: LaneTable = field(init=False)
+    credit: Credit = field(init=False)
+    group_count: GroupCount = field(init=False)
     _sessions: dict[str, _Session] = field(init=False, default_factory=dict)
     _prefills: deque[str] = field(init=False, default_factory=deque)
-    _in_flight: dict[int, str] = field(init=False, default_factory=dict)  # number -> phase
+    _decoding: dict[str, int] = field(init=False, default_factory=dict)  # session -> lane
+    _groups: list[tuple[str, ...]] | None = field(init=False, default=None)  # None: to be formed anew
+    _steps: set[int] = field(init=False, default_factory=set)  # decode steps under way
+    _rows: dict[int, int] = field(init=False, default_factory=dict)  # of batches under way
+    _last_chunk: int = field(init=False, default=-1)
     _next_number: int = field(init=False, default=0)
-    _prefill_turn: bool = field(init=False, default=True)
-    credit_waits: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.lanes = LaneTable(self.n_lanes)
+        self.join_ring(self.n_stages)
+
+    def join_ring(self, n_stages: int) -> None:
+        """The ring is a new one, of ``n_stages``: nothing is under way, nothing is known of its times."""
+        self.n_stages = n_stages
+        self.group_count = GroupCount(n_stages)
+        # Two batches per stage: one that it works on, one that waits; and those that travel.
+        self.credit = Credit(2 * n_stages, self.max_bytes)
+        self._groups = None
 
     @property
     def in_flight(self) -> int:
-        return len(self._in_flight)
+        return self.credit.batches
 
     @property
     def sessions(self) -> int:
         return len(self._sessions)
+
+    @property
+    def groups(self) -> int:
+        """Decode steps that may be under way at once."""
+        return self.n_groups or self.group_count.count
+
+    # ---- sessions
 
     def start(self, session: str, prompt: Sequence[int]) -> int | None:
         """Give ``session`` a lane and queue its prompt; None where no lane is free."""
@@ -97,6 +124,9 @@ class Scheduler:
         if found.pending or found.position != position:
             raise ValueError(f"session {session}: token for position {position}, wanted {found.position}")
         found.pending.append(token)
+        if session not in self._decoding:  # its first token: groups did not have to wait for it
+            self._decoding[session] = found.lane
+            self._groups = None
         return True
 
     def finish(self, session: str) -> int | None:
@@ -104,53 +134,100 @@ class Scheduler:
         found = self._sessions.pop(session, None)
         if found is None:
             return None
-        if session in self._prefills:
+        if found.prefilling:
             self._prefills.remove(session)
+        if self._decoding.pop(session, None) is not None:
+            self._groups = None
         self.lanes.give_back(found.lane)
         return found.lane
-
-    def batch_done(self, number: int) -> bool:
-        """The last stage has finished a batch; False where it is not in flight."""
-        if number not in self._in_flight:
-            return False
-        del self._in_flight[number]
-        return True
 
     def reset(self) -> list[str]:
         """The ring broke: forget everything in flight; return the sessions that were lost."""
         lost = list(self._sessions)
         for session in lost:
             self.finish(session)
-        self._in_flight.clear()
+        self.credit.reset()
+        self._steps.clear()
+        self._rows.clear()
         return lost
+
+    # ---- batches
+
+    def batch_done(self, number: int, travel_us: int = 0, slowest_us: int = 0) -> bool:
+        """The last stage has finished a batch; False where it is not in flight.
+
+        ``travel_us``: what it spent outside of stages; ``slowest_us``: computing, at the slowest stage; 0 for one that
+        did not run.
+        """
+        if not self.credit.give_back(number):
+            return False
+        n_rows = self._rows.pop(number)
+        is_step = number in self._steps
+        self._steps.discard(number)
+        if slowest_us > 0:
+            if is_step:
+                self.group_count.observe(travel_us, slowest_us)
+                self._count_groups()
+            else:
+                self.chunks.observe(n_rows, slowest_us)
+        return True
 
     @property
     def has_work(self) -> bool:
         """Whether ``next_batch`` would give one."""
-        if len(self._in_flight) >= self.max_in_flight:
-            return False
-        return bool(self._prefills) or bool(self._next_group())
+        return self._choose() is not None
 
     def next_batch(self) -> Batch | None:
         """The next batch, or None where nothing is ready or the credit is used up."""
-        group = self._next_group()
-        if not group and not self._prefills:
+        chosen = self._choose(count_waits=True)
+        if chosen is None:
             return None
-        if len(self._in_flight) >= self.max_in_flight:
-            self.credit_waits += 1
-            return None
-        prefill = bool(self._prefills) and (self._prefill_turn or not group)
-        self._prefill_turn = not prefill
-        return self._prefill_chunk() if prefill else self._decode_step(group)
+        return self._prefill_chunk(chosen) if isinstance(chosen, _Session) else self._decode_step(chosen)
 
-    def _next_group(self) -> list[_Session]:
-        """The sessions of the next decode step, by lane: those of the group that has waited longest which are ready."""
-        if sum(phase == "decode" for phase in self._in_flight.values()) >= self.n_groups:
+    def _choose(self, *, count_waits: bool = False) -> _Session | list[_Session] | None:
+        """What goes next: a session whose chunk is due, a group that steps, or None."""
+        choice: _Session | list[_Session] | None = None
+        n_rows = 0
+        if self._prefills and self._chunk_is_due():
+            choice = self._sessions[self._prefills[0]]
+            n_rows = self._chunk_rows(choice)
+        elif group := self._ready_group():
+            choice, n_rows = group, len(group)
+        if choice is None or self.credit.allows(n_rows * self.row_bytes):
+            return choice
+        self.credit.waits += count_waits
+        return None
+
+    def _chunk_is_due(self) -> bool:
+        """Whether every decoding lane has made a step since the last chunk, which may still be under way."""
+        return all(self._sessions[session].last_step >= self._last_chunk for session in self._decoding)
+
+    def _chunk_rows(self, session: _Session) -> int:
+        return min(len(session.pending), self.chunks.rows(session.position))
+
+    def _ready_group(self) -> list[_Session]:
+        """The group that has waited longest, of those whose lanes are all ready: a step is never torn apart."""
+        if len(self._steps) >= self.groups:
             return []
-        decoding = sorted((s for s in self._sessions.values() if not s.prefilling), key=lambda s: s.lane)
-        size = min(-(-len(decoding) // self.n_groups), self.max_rows) or 1
-        groups = ([s for s in decoding[i : i + size] if s.pending] for i in range(0, len(decoding), size))
-        return min((g for g in groups if g), key=lambda g: min(s.last_step for s in g), default=[])
+        ready: list[_Session] = []
+        for names in self._formed_groups():
+            group = [self._sessions[name] for name in names]
+            if all(session.pending for session in group) and (
+                not ready or min(s.last_step for s in group) < min(s.last_step for s in ready)
+            ):
+                ready = group
+        return ready
+
+    def _count_groups(self) -> None:
+        if self._groups is not None and len(self._groups) != min(self.groups, len(self._decoding)):
+            self._groups = None
+
+    def _formed_groups(self) -> list[tuple[str, ...]]:
+        if self._groups is None:
+            by_lane = {lane: session for session, lane in self._decoding.items()}
+            slices = spread(sorted(by_lane), self.groups, self.max_rows)
+            self._groups = [tuple(by_lane[lane] for lane in lanes) for lanes in slices]
+        return self._groups
 
     def _decode_step(self, group: Sequence[_Session]) -> Batch:
         rows, tokens = [], []
@@ -159,17 +236,19 @@ class Scheduler:
             rows.append(ScheduledRows(session.name, session.lane, session.position, 1, sample=True, opens=False))
             tokens.append(session.pending.popleft())
             session.position += 1
+        self._steps.add(self._next_number)
         return self._number("decode", rows, tokens)
 
-    def _prefill_chunk(self) -> Batch:
-        session = self._sessions[self._prefills.popleft()]
-        n_rows = min(len(session.pending), self.max_rows)
+    def _prefill_chunk(self, session: _Session) -> Batch:
+        self._prefills.popleft()
+        n_rows = self._chunk_rows(session)
         tokens = [session.pending.popleft() for _ in range(n_rows)]
         last = not session.pending
         rows = ScheduledRows(session.name, session.lane, session.position, n_rows, last, not session.opened)
         session.position += n_rows
         session.opened = True
         session.prefilling = not last
+        session.last_step = self._last_chunk = self._next_number
         if not last:
             self._prefills.append(session.name)  # prompts take turns chunk by chunk
         return self._number("prefill", [rows], tokens)
@@ -177,5 +256,6 @@ class Scheduler:
     def _number(self, phase: str, rows: Sequence[ScheduledRows], tokens: Sequence[int]) -> Batch:
         batch = Batch(self._next_number, phase, tuple(rows), tuple(tokens))
         self._next_number += 1
-        self._in_flight[batch.number] = phase
+        self._rows[batch.number] = len(tokens)
+        self.credit.take(batch.number, len(tokens) * self.row_bytes)
         return batch

@@ -111,7 +111,6 @@ def _serve(config: StageConfig) -> None:
             links.get("first"),
             announce,
             sys.stdin.fileno() if config.exit_with_stdin else None,
-            config.groups,
         )
         stack.callback(stage.close)
         log.info("layers %s of %s loaded, listening on %s", config.layers, source.path.name, endpoint)

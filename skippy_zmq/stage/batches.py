@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,6 +12,7 @@ from skippy_zmq.errors import NativeError, ProtocolError
 from skippy_zmq.runtime.stage_model import Crossing, StageModel, Tokens
 from skippy_zmq.schedule.scheduler import Batch
 from skippy_zmq.stage.last import TokenSource
+from skippy_zmq.stage.meters import Meters
 from skippy_zmq.wire import messages as wire
 from skippy_zmq.wire.failures import clipped
 
@@ -33,14 +33,14 @@ class BatchRunner:
         model: StageModel,
         facts: wire.StageFacts,
         tokens: TokenSource | None,
-        counters: Counter[str],
+        meters: Meters,
         send_down: SendDown,
         batch_done: Callable[[wire.BatchDone], None],
     ) -> None:
         self._model = model
         self._facts = facts
         self._tokens = tokens
-        self._counters = counters
+        self._meters = meters
         self._send_down = send_down
         self._batch_done = batch_done
         self._lanes: dict[str, int] = {}  # of the sessions that are open here
@@ -48,6 +48,11 @@ class BatchRunner:
     @property
     def sessions(self) -> int:
         return len(self._lanes)
+
+    @property
+    def kv_cells(self) -> int:
+        """Cells in use, of all lanes."""
+        return sum(self._model.position(lane) for lane in set(self._lanes.values()))
 
     def run_scheduled(self, batch: Batch, opens: tuple[wire.SessionOpen, ...]) -> None:
         """Stage 0: begin a batch that the scheduler has formed."""
@@ -64,10 +69,10 @@ class BatchRunner:
             (),
             opens,
         )
-        self._run(message, tokens, ())
+        self._run(message, tokens, (), time.monotonic_ns())
 
-    def run(self, message: RingMessage, payloads: Sequence[memoryview]) -> None:
-        """Take the next message from upstream."""
+    def run(self, message: RingMessage, payloads: Sequence[memoryview], taken_at: int) -> None:
+        """Run a message from upstream that was taken from the socket at ``taken_at`` (monotonic nanoseconds)."""
         if isinstance(message, wire.SessionClose):
             self.close(message)
         elif isinstance(message, wire.BatchFailed):
@@ -76,12 +81,13 @@ class BatchRunner:
         else:
             tokens = np.frombuffer(message.tokens, "<i4").astype(np.int32)
             arriving = [Crossing(d, data) for d, data in zip(message.tensors, payloads, strict=True)]
-            self._run(message, tokens, arriving)
+            self._run(message, tokens, arriving, taken_at)
 
     def close(self, message: wire.SessionClose) -> None:
         """End a session, behind this stage and here; its lane holds nothing afterwards."""
         self._send_down(message, ())
         lane = self._lanes.pop(message.session, None)
+        self._meters.sessions_open(len(self._lanes))
         if lane is not None and lane not in self._lanes.values():
             self._model.trim(lane, 0)
         if self._tokens is not None:
@@ -97,11 +103,11 @@ class BatchRunner:
     def drop_all(self) -> None:
         """What is behind went away and knows nothing any more: forget every session here."""
         self._lanes.clear()
+        self._meters.sessions_open(0)
         for lane in range(self._facts.lanes):
             self._model.trim(lane, 0)
 
-    def _run(self, message: wire.Activations, tokens: Tokens, arriving: Sequence[Crossing]) -> None:
-        started = time.monotonic_ns()
+    def _run(self, message: wire.Activations, tokens: Tokens, arriving: Sequence[Crossing], taken_at: int) -> None:
         failed = self._open(message.opens)
         outputs: list[int] = []
         n_rows = 0
@@ -109,6 +115,7 @@ class BatchRunner:
             n_rows += entry.n_rows
             if entry.sample and self._model.is_last:
                 outputs.append(n_rows - 1)
+        started = time.monotonic_ns()
         try:
             for entry in message.rows:
                 if self._lanes.get(entry.session) != entry.lane:
@@ -119,17 +126,24 @@ class BatchRunner:
             sessions = tuple(entry.session for entry in message.rows)
             self._fail(wire.BatchFailed(message.batch, sessions, message.opens, error.code, clipped(str(error))))
             return
-        self._counters["compute_us"] += (time.monotonic_ns() - started) // 1000
-        self._counters["batches"] += 1
-        self._counters["rows"] += n_rows
+        compute_us = (time.monotonic_ns() - started) // 1000
+        self._meters.ran(message.phase, n_rows, (started - taken_at) // 1000, compute_us)
         if self._tokens is None:
-            self._pass_on(message, leaving)
+            self._pass_on(message, leaving, self._times(message.times, compute_us, taken_at))
             return
         sampled, more_failed = self._tokens.take(message.rows, tokens)
-        self._counters["tokens"] = self._tokens.tokens
-        self._batch_done(wire.BatchDone(message.batch, tuple(sampled), (*failed, *more_failed)))
+        times = self._times(message.times, compute_us, taken_at)
+        self._batch_done(wire.BatchDone(message.batch, tuple(sampled), (*failed, *more_failed), times))
 
-    def _pass_on(self, message: wire.Activations, leaving: Sequence[Crossing]) -> None:
+    @staticmethod
+    def _times(before: wire.BatchTimes, compute_us: int, taken_at: int) -> wire.BatchTimes:
+        """``before`` and this stage's own part, up to now."""
+        spent_us = (time.monotonic_ns() - taken_at) // 1000
+        return wire.BatchTimes(
+            before.spent_us + spent_us, before.compute_us + compute_us, max(before.slowest_us, compute_us)
+        )
+
+    def _pass_on(self, message: wire.Activations, leaving: Sequence[Crossing], times: wire.BatchTimes) -> None:
         activations = wire.Activations(
             message.batch,
             self._facts.stage,
@@ -140,7 +154,9 @@ class BatchRunner:
             message.tokens,
             tuple(item.descriptor for item in leaving),
             message.opens,
+            times,
         )
+        self._meters.counts["bytes_sent"] += sum(item.descriptor.nbytes for item in leaving)
         self._send_down(activations, [item.data for item in leaving])
 
     def _open(self, opens: Sequence[wire.SessionOpen]) -> list[tuple[str, str, str]]:
@@ -148,18 +164,23 @@ class BatchRunner:
         failed = []
         for opened in opens:
             self._lanes[opened.session] = opened.lane
-            self._counters["sessions"] += 1
+            self._meters.counts["sessions"] += 1
             if self._tokens is not None and (problem := self._tokens.open(opened)) is not None:
                 failed.append(problem)
+        if opens:
+            self._meters.sessions_open(len(self._lanes))
         return failed
 
     def _fail(self, message: wire.BatchFailed) -> None:
         """A batch did not run, here or in front: its sessions end, others go on."""
-        self._counters["batches_failed"] += 1
+        over = message.code == "cancelled"  # its session is: who asked was told, or will be by the end that follows
+        if not over:
+            self._meters.counts["batches_failed"] += 1
         if self._tokens is None:
             self._send_down(message, ())
             return
-        for session in message.sessions:
+        sessions = () if over else message.sessions
+        for session in sessions:
             self._tokens.fail(session, message.code, message.message)
-        failed = tuple((session, message.code, message.message) for session in message.sessions)
+        failed = tuple((session, message.code, message.message) for session in sessions)
         self._batch_done(wire.BatchDone(message.batch, (), failed))

@@ -10,7 +10,6 @@ from typing import NoReturn
 from skippy_zmq.errors import OptionError
 from skippy_zmq.runtime.options import StageOptions, add_arguments, from_arguments, read_config
 from skippy_zmq.topology import LayerRange
-from skippy_zmq.wire.limits import MAX_STAGES
 
 DEFAULT_BIND = "tcp://127.0.0.1:7700"
 DEFAULT_DRAIN_SECONDS = 10.0
@@ -45,7 +44,6 @@ class StageConfig:
     curve_allow: Path | None
     next_key: str | None
     first_key: str | None
-    groups: int | None
     drain_seconds: float
     exit_with_stdin: bool
     progress: bool
@@ -104,12 +102,6 @@ def parse_config(argv: list[str] | None = None) -> StageConfig:
         help=f"how long SIGTERM lets running requests finish (default: {DEFAULT_DRAIN_SECONDS:g})",
     )
     parser.add_argument(
-        "--groups",
-        type=int,
-        metavar="N",
-        help="stage 0: decode steps under way at once, each for a group of lanes (default: one per stage)",
-    )
-    parser.add_argument(
         "--progress", action=argparse.BooleanOptionalAction, default=None, help="progress bar on a terminal"
     )
     parser.add_argument("--log-level", choices=_LOG_LEVELS, help="default: info")
@@ -117,7 +109,7 @@ def parse_config(argv: list[str] | None = None) -> StageConfig:
     arguments = parser.parse_args(argv)
 
     file = read_config(arguments.config) if arguments.config else {}
-    own = {*_TEXT_KEYS, *_FLAG_KEYS, "drain_seconds", "groups", "progress", "log_level"}
+    own = {*_TEXT_KEYS, *_FLAG_KEYS, "drain_seconds", "progress", "log_level"}
     unknown = sorted(set(file) - own - set(StageOptions.model_fields))
     if unknown:
         raise OptionError(f"config file {arguments.config}: no such option: {', '.join(unknown)}")
@@ -144,10 +136,6 @@ def parse_config(argv: list[str] | None = None) -> StageConfig:
     if len(name) > _MAX_NAME_LENGTH:
         raise OptionError(f"--name: wanted at most {_MAX_NAME_LENGTH} characters, got {len(name)}")
 
-    groups = values["groups"]
-    if groups is not None and (type(groups) is not int or not 1 <= groups <= MAX_STAGES):
-        raise OptionError(f"groups: wanted 1 to {MAX_STAGES}, got {groups!r}")
-
     def path(name: str) -> Path | None:
         value = values[name]
         return Path(value) if isinstance(value, str) and value else None
@@ -167,7 +155,6 @@ def parse_config(argv: list[str] | None = None) -> StageConfig:
         curve_allow=path("curve_allow"),
         next_key=values["next_key"],
         first_key=values["first_key"],
-        groups=groups,
         drain_seconds=float(drain),
         exit_with_stdin=bool(values["exit_with_stdin"]),
         progress=values["progress"] is not False,

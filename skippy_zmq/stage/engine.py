@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import time
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from skippy_zmq.chat.renderer import TemplateRenderer
@@ -27,7 +27,10 @@ from skippy_zmq.schedule.scheduler import Scheduler
 from skippy_zmq.stage.batches import BatchRunner, RingMessage
 from skippy_zmq.stage.handshake import check_crossing, check_neighbours, check_pipeline, check_ring
 from skippy_zmq.stage.last import TokenSource
+from skippy_zmq.stage.meters import Meters, RingMeter
+from skippy_zmq.stage.queue import RingQueue
 from skippy_zmq.stage.requests import RequestTable
+from skippy_zmq.stage.scheduling import join_ring, new_scheduler, scheduler_counters
 from skippy_zmq.stage.tokenizing import INLINE_BYTES, BackgroundTokenizer
 from skippy_zmq.transport import Incoming, Link, LinkEventKind, Loop, PeerGone, QueueFull, Server
 from skippy_zmq.wire import messages as wire
@@ -37,6 +40,7 @@ from skippy_zmq.wire.limits import MAX_PROMPT_TOKENS, MAX_TEXT_BYTES
 
 log = logging.getLogger("skippy_zmq.stage")
 
+LOSS_SETTLES_SECONDS = 0.05  # from the end of a connection until sending to its peer fails
 PROBE_SECONDS = 2.0  # of silence, after which an upstream that has sessions here is asked for
 GREET_AGAIN_SECONDS = 1.0  # after a next stage that could not take this one just now
 MAX_PEERS = 4096  # remembered; a client silent for longer than so many others has to say HELLO again
@@ -46,8 +50,7 @@ class Stage:
     """A stage between its neighbours. ``run`` returns when it was asked to stop and has drained.
 
     ``facts``: what this stage says of itself. ``next_link``: to the stage behind, None for the last one. ``ring_link``:
-    from the last stage to stage 0, None elsewhere and in a ring of one. ``n_groups``: decode steps under way at once,
-    None for as many as there are stages.
+    from the last stage to stage 0, None elsewhere and in a ring of one.
     """
 
     def __init__(
@@ -60,7 +63,6 @@ class Stage:
         ring_link: Link | None,
         on_ready: Callable[[tuple[wire.StageFacts, ...]], object],
         exit_fd: int | None = None,
-        n_groups: int | None = None,
     ) -> None:
         self.model = model
         self.facts = facts
@@ -70,15 +72,15 @@ class Stage:
         self.ring_link = ring_link
         self._on_ready = on_ready
         self._exit_fd = exit_fd
-        self._n_groups = n_groups
-        self.counters: Counter[str] = Counter()
+        self.meters = Meters()
+        self._ring_meter = RingMeter(self.meters)
         # Routing id -> role of those that were welcomed, the one silent for longest first.
         self._peers: OrderedDict[bytes, str] = OrderedDict()
         self._upstream: bytes | None = None
         self._heard_at = 0.0  # from the upstream, monotonic seconds
         self._behind: tuple[wire.StageFacts, ...] = ()  # once known: the stages behind, in layer order
         self._announced = False
-        self._queue: deque[tuple[RingMessage, list[memoryview]]] = deque()
+        self._queue = RingQueue()
         self._stop_at: float | None = None
         self._draining = False
         self.renderer: TemplateRenderer | None = None
@@ -87,9 +89,10 @@ class Stage:
         self._scheduler: Scheduler | None = None
         self._tokenizer = BackgroundTokenizer(loop.wake)
         self._greet_at: float | None = None  # when to say HELLO to the next stage again
+        self._look_for_clients_at: float | None = None  # a connection ended: perhaps of one who waits for an answer
         if model.is_last:
             self.tokens = TokenSource(model, self.send_to_client)
-        self._batches = BatchRunner(model, facts, self.tokens, self.counters, self._send_down, self._batch_done)
+        self._batches = BatchRunner(model, facts, self.tokens, self.meters, self._send_down, self._batch_done)
         if model.is_first:
             self._begin_stage_0()
         loop.add(server)
@@ -108,12 +111,18 @@ class Stage:
         )
         self.renderer = TemplateRenderer(model.source.chat_template or "", bos, eos)
         self.renderer.start()
-        rows = min(self.facts.n_batch, self.facts.n_ubatch)
-        # Two batches per stage keep every stage busy while one is on the way; set once the pipeline is known.
-        self._scheduler = Scheduler(self.facts.lanes, rows, max_in_flight=2)
+        self._scheduler = new_scheduler(model.options, self.facts)
         boot = self.facts.stage.rpartition("-")[2]
         self.requests = RequestTable(
-            model, self._scheduler, self.renderer, self.send_to_client, self._close_session, boot, self._tokenizer
+            model,
+            self._scheduler,
+            self.renderer,
+            self.send_to_client,
+            self._close_session,
+            boot,
+            self._tokenizer,
+            model.options.queue,
+            model.options.queue_seconds,
         )
         self.loop.add(self.renderer.fileno())
 
@@ -163,8 +172,7 @@ class Stage:
                 self._announced = False
                 raise
             if self._scheduler is not None:
-                self._scheduler.max_in_flight = 2 * len(self.stages)
-                self._scheduler.n_groups = self._n_groups or len(self.stages)
+                join_ring(self._scheduler, self.stages)
         for peer, role in list(self._peers.items()):
             if role in ("upstream", "client"):
                 self._send_to(peer, wire.Ready(self.stages))
@@ -175,11 +183,16 @@ class Stage:
         was = self._announced
         self._announced = False
         if self.requests is not None:
-            self.requests.lost(why)
-            if self._scheduler is not None:
-                self._scheduler.reset()
+            self._lose_running(why)
         if was and self._upstream is not None:
             self._send_to(self._upstream, wire.Error("stage_lost", why, "", True))
+
+    def _lose_running(self, why: str) -> None:
+        """Stage 0: the ring broke; what has a lane is lost, what waits goes on waiting."""
+        if self.requests is not None and self._scheduler is not None:
+            self.requests.lost(why)
+            self._scheduler.reset()
+            self._ring_meter.reset()
 
     # ---- sending
 
@@ -191,13 +204,13 @@ class Stage:
             return False
         except QueueFull as error:
             log.warning("%s", error)
-            self.counters["errors.queue_full"] += 1
+            self.meters.error("queue_full")
             return False
         return True
 
     def send_to_client(self, client: bytes, message: wire.Message, payloads: Sequence[memoryview] = ()) -> bool:
         if isinstance(message, wire.Error):
-            self.counters[f"errors.{message.code}"] += 1
+            self.meters.error(message.code)
         return self._send_to(client, message, payloads)
 
     def _send_down(self, message: RingMessage, payloads: Sequence[memoryview] = ()) -> None:
@@ -220,7 +233,7 @@ class Stage:
                 self.ring_link.send(encode(done))
             except (PeerGone, QueueFull) as error:
                 log.warning("%s", error)
-                self.counters["errors.ring"] += 1
+                self.meters.error("ring")
 
     def _close_session(self, session: str, lane: int, reason: str) -> None:
         """Stage 0: end a session here and down the ring, in line with the batches."""
@@ -245,6 +258,8 @@ class Stage:
             self._tokenizer.deliver()
             if self._greet_at is not None and self._greet_at <= now:
                 self._greet_next()
+            if self._look_for_clients_at is not None and self._look_for_clients_at <= now:
+                self._look_for_clients()
             if self._owes_a_sign and now >= self._heard_at + PROBE_SECONDS:
                 self._probe_upstream(now)
             if self.requests is not None:
@@ -265,6 +280,15 @@ class Stage:
             self._upstream = None
             self._forget_sessions()
 
+    def _look_for_clients(self) -> None:
+        """End the requests of clients that are gone: nothing else is sent to one that waits or has a long prompt."""
+        self._look_for_clients_at = None
+        if self.requests is not None:
+            for client in self.requests.clients:
+                if not self._send_to(client, wire.Ping(0)):
+                    log.info("client %r is gone", client)
+                    self.requests.forget_client(client)
+
     def _read_exit_fd(self, fd: int) -> None:
         if not os.read(fd, 4096):  # whoever started this stage is gone
             self.loop.remove(fd)
@@ -276,7 +300,7 @@ class Stage:
         times = []
         if self.requests is not None and (deadline := self.requests.next_deadline()) is not None:
             times.append(deadline)
-        times += [at for at in (self._stop_at, self._greet_at) if at is not None]
+        times += [at for at in (self._stop_at, self._greet_at, self._look_for_clients_at) if at is not None]
         if self._owes_a_sign:
             times.append(self._heard_at + PROBE_SECONDS)
         return max(0.0, min(times) - time.monotonic()) if times else None
@@ -305,21 +329,25 @@ class Stage:
     def _work(self) -> None:
         """Run one thing: the oldest message of the ring, or the next batch of stage 0."""
         if self._queue:
-            self._batches.run(*self._queue.popleft())
+            self._batches.run(*self._queue.take())
         elif self._scheduler is not None and self.requests is not None and self.ready:
             batch = self._scheduler.next_batch()
             if batch is not None:
+                self._ring_meter.formed(batch.number)
                 self._batches.run_scheduled(batch, self.requests.opening(batch))
 
     def _take_batch_done(self, done: wire.BatchDone) -> None:
         assert self._scheduler is not None
         assert self.requests is not None
-        if self._scheduler.batch_done(done.batch):
+        travel_us = self._ring_meter.done(done.batch, done.times)
+        if self._scheduler.batch_done(done.batch, travel_us, done.times.slowest_us):
             self.requests.take_tokens(done)
 
     # ---- messages
 
     def _drain_server(self, server: Server) -> None:
+        if server.take_losses() and self.requests is not None and self._look_for_clients_at is None:
+            self._look_for_clients_at = time.monotonic() + LOSS_SETTLES_SECONDS
         while (incoming := server.receive()) is not None:
             request = ""
             try:
@@ -327,7 +355,7 @@ class Stage:
                 request = getattr(message, "request", "")
                 self._handle(incoming.peer, message, payloads)
             except SkippyError as error:
-                self.counters[f"errors.{error.code}"] += 1
+                self.meters.error(error.code)
                 log.info("peer %r: %s", incoming.peer, error)
                 self._send_to(incoming.peer, error_message(error, request))
             except Exception as error:  # a bug of ours must not end the other sessions
@@ -366,7 +394,7 @@ class Stage:
                 self._send_to(peer, wire.StatsReply(message.request, self.facts, self._counters()))
             case wire.Ping():
                 self._send_to(peer, wire.Pong(message.nonce, self.ready))
-            case wire.Pong() if role == "upstream":
+            case wire.Pong() if role in ("upstream", "client"):
                 pass  # that it could be asked was what there was to know
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not for this stage from a peer of role {role!r}")
@@ -393,7 +421,7 @@ class Stage:
         for lane in lanes:
             if lane >= self.facts.lanes:
                 raise ProtocolError(f"lane {lane}: wanted 0 to {self.facts.lanes - 1}")
-        self._queue.append((message, payloads))
+        self._queue.put(message, payloads)
 
     def _tokenize(self, peer: bytes, message: wire.Tokenize) -> None:
         if self.requests is None:
@@ -429,18 +457,21 @@ class Stage:
         self._send_to(peer, wire.Detokenized(message.request, data))
 
     def _counters(self) -> dict[str, int]:
-        gauges = {"now.sessions": self._batches.sessions, "now.queue": len(self._queue)}
+        counters = self.meters.snapshot()
+        counters |= {
+            "now.sessions": self._batches.sessions,
+            "now.queue": len(self._queue),
+            "now.kv_cells": self._batches.kv_cells,
+        }
         if self.requests is not None and self._scheduler is not None:
-            gauges |= {
+            counters |= {
                 "now.requests_queued": self.requests.queued,
                 "now.requests_running": self.requests.running,
-                "now.lanes_busy": self._scheduler.lanes.busy,
-                "now.batches_in_flight": self._scheduler.in_flight,
-                "credit_waits": self._scheduler.credit_waits,
+                **scheduler_counters(self._scheduler, len(self.stages)),
             }
         if self.tokens is not None:
-            gauges["undelivered"] = self.tokens.undelivered
-        return {**self.counters, **gauges}
+            counters |= {"tokens": self.tokens.tokens, "undelivered": self.tokens.undelivered}
+        return counters
 
     # ---- handshake
 
@@ -459,10 +490,9 @@ class Stage:
         elif hello.role == "ring":
             assert hello.facts is not None
             check_ring(self.facts, hello.facts)
-            if peer == self._ring and self.requests is not None and self._scheduler is not None:
+            if peer == self._ring:
                 # The connection is a new one: what the last stage had to say of batches under way is lost.
-                self.requests.lost("the ring link was made anew")
-                self._scheduler.reset()
+                self._lose_running("the ring link was made anew")
         elif peer in self._peers and self.requests is not None:
             self.requests.forget_client(peer)  # a new process, or a new connection, under a known id
         self._peers[peer] = hello.role

@@ -19,7 +19,6 @@ from skippy_zmq.text import check_stops
 from skippy_zmq.wire import messages as wire
 from skippy_zmq.wire.failures import error_message
 
-MAX_QUEUED = 256  # requests that wait for a lane
 DEFAULT_TIMEOUT_SECONDS = 3600.0  # of a request that names none
 MAX_TIMEOUT_SECONDS = 7 * 86400.0  # a longer one is cut to this; poll's timeouts end at 24 days
 
@@ -33,6 +32,7 @@ class _Request:
     ask: wire.Generate
     session: str
     deadline: float
+    wait_until: float  # for a lane; monotonic seconds, as the deadline
     prompt: tuple[int, ...] = ()
     lane: int | None = None
     opened: bool = False  # its first rows are on the ring
@@ -53,6 +53,8 @@ class RequestTable:
         close: CloseSession,
         boot: str,
         tokenizer: BackgroundTokenizer,
+        max_waiting: int,
+        max_wait_seconds: float,
     ) -> None:
         self._model = model
         self._scheduler = scheduler
@@ -66,6 +68,8 @@ class RequestTable:
         self._waiting: OrderedDict[str, _Request] = OrderedDict()
         self._bos_text = self._special_text(model.native_model.bos)
         self._tokenizer = tokenizer
+        self._max_waiting = max_waiting
+        self._max_wait_seconds = max_wait_seconds
         self._longest_piece = 0  # bytes; found when a long text comes
         self.refused = 0
 
@@ -83,6 +87,7 @@ class RequestTable:
     def next_deadline(self) -> float | None:
         """Monotonic seconds of the earliest deadline of a request or of a template being rendered."""
         times = [request.deadline for request in self._by_session.values()]
+        times += [request.wait_until for request in self._waiting.values()]
         rendering = self._renderer.next_deadline()
         if rendering is not None:
             times.append(rendering)
@@ -97,13 +102,15 @@ class RequestTable:
                 raise accepting
             if (client, ask.request) in self._by_request:
                 raise RequestError(f"request {ask.request} is already running", code="duplicate_request")
-            if len(self._waiting) >= MAX_QUEUED:
-                raise BusyError(f"{MAX_QUEUED} requests are waiting already: try again later")
+            if len(self._waiting) >= self._max_waiting + self._scheduler.lanes.free:
+                raise BusyError(self._busy())
             check_stops(ask.stop)
             check_sampling(self._model, ask.sampling)
             timeout = min(ask.timeout_ms / 1000 or DEFAULT_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS)
             self._count += 1
-            request = _Request(client, ask, f"{self._boot}-{self._count}", time.monotonic() + timeout)
+            now = time.monotonic()
+            session = f"{self._boot}-{self._count}"
+            request = _Request(client, ask, session, now + timeout, now + self._max_wait_seconds)
             if ask.messages is not None:
                 self._renderer.submit(request.session, ask.messages, deadline=request.deadline)
             else:
@@ -114,6 +121,10 @@ class RequestTable:
             return
         self._by_session[request.session] = self._by_request[client, ask.request] = request
         self._waiting[request.session] = request
+
+    def _busy(self) -> str:
+        lanes, waiting = self._scheduler.n_lanes, len(self._waiting)
+        return f"all {lanes} lanes are taken and {waiting} requests wait already (limit {self._max_waiting}): try again"
 
     def _take_prompt(self, request: _Request, prompt: str | tuple[int, ...]) -> None:
         """Set the request's prompt: at once, or when a long text has been tokenized."""
@@ -177,8 +188,13 @@ class RequestTable:
         else:
             self._end(request, "cancelled")
 
+    @property
+    def clients(self) -> set[bytes]:
+        """Routing ids of those who have a request here."""
+        return {request.client for request in self._by_session.values()}
+
     def forget_client(self, client: bytes) -> None:
-        """The client said HELLO again: whoever asked before is not there to read the answers."""
+        """Whoever asked is not there any more to read the answers: its requests end, or never start."""
         for request in [r for r in self._by_session.values() if r.client == client]:
             self._end(request, "error")
 
@@ -191,6 +207,8 @@ class RequestTable:
         self._take(self._renderer.expire(now))
         for request in [r for r in self._by_session.values() if r.deadline <= now]:
             self._fail(request, DeadlineError("the request was not finished within its timeout"))
+        for request in [r for r in self._waiting.values() if r.wait_until <= now]:
+            self._fail(request, BusyError(f"no lane became free within {self._max_wait_seconds:g} s: try again"))
 
     def _take(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:

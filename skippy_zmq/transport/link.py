@@ -63,6 +63,7 @@ class Server:
             self._socket = factory.router(target)
             if self._claim is not None:
                 self._claim.note_bound()
+            self._monitor = factory.monitor(self._socket, zmq.EVENT_DISCONNECTED)
         except BaseException:
             if self._claim is not None:
                 self._claim.release()
@@ -73,7 +74,16 @@ class Server:
 
     @property
     def poll_sockets(self) -> tuple[zmq.Socket[bytes], ...]:
-        return (self._socket,)
+        return (self._socket, self._monitor)
+
+    def take_losses(self) -> int:
+        """Connections of peers that ended since the last call; whose, only sending tells."""
+        losses = 0
+        while has_input(self._monitor):
+            self._monitor.recv(zmq.NOBLOCK)
+            self._monitor.recv(zmq.NOBLOCK)  # the address
+            losses += 1
+        return losses
 
     def send(self, peer: bytes, frames: Sequence[SendableFrame], *, track: bool = False) -> SendTracker:
         """Queue a message for ``peer`` without waiting.
@@ -111,6 +121,9 @@ class Server:
 
         The address is free on return, or, with ``drain_seconds``, once the factory is closed.
         """
+        if not self._socket.closed:
+            self._socket.monitor(None, 0)
+        self._factory.discard(self._monitor)
         if drain_seconds <= 0 and not self._socket.closed:
             self._factory.unbind(self._socket)
         self._factory.discard(self._socket, drain_seconds)
