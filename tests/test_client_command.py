@@ -35,7 +35,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Parrot:
     [
         ([], "--connect --model"),
         (["--connect", "7700"], "wanted a prompt"),
-        (["--connect", "7700", "--stats", "--json"], "wanted a prompt"),
+        (["--connect", "7700", "--json"], "wanted a prompt"),
         (["--connect", "7700", "--model", "m.gguf", "--prompt", "x"], "not allowed with"),
         (["--connect", "7700", "--prompt", "x", "--chat", "y"], "not allowed with"),
         ([*ASK, "--system", "x"], "--system: only with --chat"),
@@ -103,7 +103,17 @@ OPTIONS: dict[str, object] = {
     "repack": False,
     "check_tensors": True,
     "host_buffer": False,
+    "reproducible": True,
+    "chunk_policy": "fixed",
+    "chunk_sizes": (32,),
+    "chunk_target_ms": 50,
+    "groups": 2,
+    "queue": 8,
+    "queue_seconds": 30,
+    "in_flight_mib": 64,
 }
+# What an option cannot be given without.
+WITH: dict[str, dict[str, object]] = {"chunk_sizes": {"chunk_policy": "fixed"}}
 
 
 def test_no_option_of_stages_is_left_out_here() -> None:
@@ -113,10 +123,12 @@ def test_no_option_of_stages_is_left_out_here() -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_of_stages_are_passed_on_and_refused_where_there_are_none_to_start(name: str, tmp_path: Path) -> None:
     flags = flag_of(name, OPTIONS[name])
-    arguments = parse_arguments(["--model", "m.gguf", "--prompt", "x", *flags])
+    others = WITH.get(name, {})
+    beside = [word for other, value in others.items() for word in flag_of(other, value)]
+    arguments = parse_arguments(["--model", "m.gguf", "--prompt", "x", *flags, *beside])
     assert getattr(arguments.options, name) == OPTIONS[name]
     config = tmp_path / "stage.json"
-    config.write_text(json.dumps({name: OPTIONS[name]}))
+    config.write_text(json.dumps({name: OPTIONS[name], **others}))
     arguments = parse_arguments(["--model", "m.gguf", "--prompt", "x", "--config", str(config)])
     assert getattr(arguments.options, name) == OPTIONS[name]
     with pytest.raises(OptionError, match=f"--{name.replace('_', '-')}: only with --model"):
@@ -193,7 +205,7 @@ def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == 0
     printed = capsys.readouterr().out
     assert "examples:" in printed
-    for flag in ("--connect", "--model", "--split", "--json", "--temp", "--ctx-size", "--stop"):
+    for flag in ("--connect", "--model", "--split", "--json", "--temp", "--ctx-size", "--stop", "--watch"):
         assert flag in printed
 
 
@@ -225,18 +237,6 @@ def test_a_prompt_file_is_taken_as_it_is(pipelines: Pipelines, endless: Parrot, 
 def test_a_prompt_that_is_no_text_is_refused(pipelines: Pipelines, endless: Parrot) -> None:
     ended = run_client("--connect", pipelines(endless.path).endpoint, "--prompt-file", "-", stdin=b"\xff\xfe")
     assert (ended.status, ended.output, ended.errors.count("\n")) == (2, "", 1)
-
-
-def test_stats_go_to_standard_error(pipelines: Pipelines, endless: Parrot) -> None:
-    client = pipelines(endless.path, 2)
-    ended = run_client("--connect", client.endpoint, "--prompt", "x", "--max-tokens", 11, "--stats")
-    assert (ended.output, ended.status) == ("alpha beta \n", 0)
-    assert "11 generated (length)" in ended.errors
-    for layers in ("0:2", "2:4"):
-        assert layers in ended.errors
-    alone = run_client("--connect", client.endpoint, "--stats")
-    assert (alone.output, alone.status) == ("", 0)
-    assert "compute_us=" in alone.errors
 
 
 def start(*arguments: object) -> subprocess.Popen[bytes]:

@@ -167,16 +167,12 @@ def test_questions_to_a_stage_go_to_that_stage(driver: Driver) -> None:
     conversation.submit("s0", Stats("s0"), 1.0, to=ZERO)
     conversation.submit("s1", Stats("s1"), 1.0, to=MIDDLE)
     conversation.submit("s2", Stats("s2"), 1.0, to=END)
-    assert (
-        driver.actions()
-        == [
-            Connect(MIDDLE.endpoint),
-            (FIRST, Tokenize("t", "hi")),
-            (FIRST, Stats("s0")),
-            (LAST, Stats("s2")),
-        ]
-        or driver.actions() == []
-    )
+    assert driver.actions() == [
+        (FIRST, Tokenize("t", "hi")),
+        (FIRST, Stats("s0")),
+        Connect(MIDDLE.endpoint),
+        (LAST, Stats("s2")),
+    ]
     conversation.connected(MIDDLE.endpoint)
     driver.hear(MIDDLE.endpoint, Welcome((MIDDLE, END), ready=True))
     assert driver.actions()[-1] == (MIDDLE.endpoint, Stats("s1"))

@@ -21,7 +21,6 @@ from skippy_zmq.wire.messages import (
     Cancel,
     Error,
     Hello,
-    Ping,
     Ready,
     Stats,
     Tokens,
@@ -183,7 +182,7 @@ def test_a_refused_hello_fails_what_waits_and_what_follows(driver: Driver) -> No
 
 
 def test_messages_that_make_no_sense_fail_what_runs(driver: Driver) -> None:
-    driver.asked().hear(LAST, Ping(1))
+    driver.asked().hear(LAST, Cancel("r1"))
     assert isinstance(driver.failure(), ProtocolError)
     driver.conversation.submit("r1", ASK, 1.0)
     driver.conversation.malformed(FIRST, ProtocolError("TOKENS header: nested too deeply"))

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import io
-import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TextIO
 
 from skippy_zmq.client.arguments import DEFAULT_LOCAL_STAGES, parse_arguments
 from skippy_zmq.client.client import DEFAULT_CONTACT_SECONDS, Client
-from skippy_zmq.client.report import answer_line, stage_table
+from skippy_zmq.client.json_values import as_line, generation_values, stats_values
+from skippy_zmq.client.report import answer_line
 from skippy_zmq.client.results import Generation
 from skippy_zmq.client.signals import EXIT_INTERRUPTED, cancel_on_interrupt, exit_on_terminate
-from skippy_zmq.errors import OptionError, SkippyError, StageLostError
+from skippy_zmq.client.stats_view import stats_report
+from skippy_zmq.client.watch import watch
+from skippy_zmq.errors import OptionError, RetryableError, SkippyError, StageLostError
 from skippy_zmq.local import LocalPipeline
 from skippy_zmq.transport import Security, load_keys
-from skippy_zmq.wire.messages import StageFacts
 
 EXIT_BROKEN_PIPE = 141  # what a shell reports for a program whose reader went away
 
@@ -79,12 +80,20 @@ def _run_local(arguments: argparse.Namespace) -> int:
 
 
 def _run(client: Client, arguments: argparse.Namespace) -> int:
-    generation = _generate(client, arguments) if arguments.request else None
-    if generation is not None and arguments.json:
-        print(json.dumps(_json(generation), ensure_ascii=False), flush=True)
-    if arguments.stats:
-        _print_stats(client, generation)
-    return EXIT_INTERRUPTED if generation is not None and generation.finish_reason == "cancelled" else 0
+    if arguments.watch is not None:
+        return watch(client, arguments.watch, as_json=arguments.json)
+    if not arguments.request:
+        return _print_stats(client, arguments)
+    generation = _generate(client, arguments)
+    values = generation_values(generation)
+    stats = client.stats() if arguments.stats else None
+    if stats is not None and arguments.json:
+        values["stats"] = stats_values(stats)
+    elif stats is not None:
+        print(f"{answer_line(generation)}\n\n{stats_report(stats, _width(sys.stderr))}", file=sys.stderr)
+    if arguments.json:
+        print(as_line(values), flush=True)
+    return EXIT_INTERRUPTED if generation.finish_reason == "cancelled" else 0
 
 
 def _generate(client: Client, arguments: argparse.Namespace) -> Generation:
@@ -113,32 +122,15 @@ def _generate(client: Client, arguments: argparse.Namespace) -> Generation:
     return generation
 
 
-def _json(generation: Generation) -> dict[str, Any]:
-    return {
-        "text": generation.text,
-        "token_ids": generation.token_ids,
-        "prompt_token_ids": generation.prompt_token_ids,
-        "finish_reason": generation.finish_reason,
-        "timings": dataclasses.asdict(generation.timings),
-        "stages": [_stage(facts) for facts in generation.stages],
-    }
+def _print_stats(client: Client, arguments: argparse.Namespace) -> int:
+    stats = client.stats(timeout=arguments.timeout)
+    print(as_line(stats_values(stats)) if arguments.json else stats_report(stats, _width(sys.stdout)), flush=True)
+    return 0 if stats.complete else RetryableError.exit_code
 
 
-def _stage(facts: StageFacts) -> dict[str, Any]:
-    shown = ("stage", "endpoint", "model", "model_name", "architecture", "lanes", "n_ctx", "threads")
-    memory = ("weights_bytes", "kv_bytes", "compute_bytes")
-    layers = f"{facts.layer_start}:{facts.layer_end}"
-    return {"layers": layers, **{name: getattr(facts, name) for name in (*shown, *memory)}}
-
-
-def _print_stats(client: Client, generation: Generation | None) -> None:
-    stats = client.stats()
-    if generation is not None:
-        print(answer_line(generation), file=sys.stderr)
-    print(stage_table(stats), file=sys.stderr)
-    for index, stage in enumerate(stats):
-        counters = " ".join(f"{name}={value}" for name, value in sorted(stage.counters.items()))
-        print(f"stage {index} {stage.facts.stage}: {counters}", file=sys.stderr)
+def _width(stream: TextIO) -> int | None:
+    """Characters in a line of a terminal; any number elsewhere, unless COLUMNS says so."""
+    return shutil.get_terminal_size().columns if stream.isatty() or os.environ.get("COLUMNS") else None
 
 
 def _one_line(error: SkippyError) -> str:

@@ -13,9 +13,10 @@ from typing import TypeVar
 
 from skippy_zmq.client.client import DEFAULT_CONTACT_SECONDS
 from skippy_zmq.client.connection import Connection
-from skippy_zmq.client.conversation import Conversation, Event, Finished, Opened, Outcome
+from skippy_zmq.client.conversation import Event, Finished, Opened, Outcome
 from skippy_zmq.client.requests import DEFAULT_MAX_TOKENS, GREEDY, Messages, check_timeout, generate_request
-from skippy_zmq.client.results import Chunk, Generation, StageStats
+from skippy_zmq.client.results import Chunk, Generation
+from skippy_zmq.client.stats import PipelineStats
 from skippy_zmq.errors import OptionError, SkippyError
 from skippy_zmq.transport import Endpoint, Security
 from skippy_zmq.wire.messages import (
@@ -24,8 +25,6 @@ from skippy_zmq.wire.messages import (
     Generate,
     SamplingParams,
     StageFacts,
-    Stats,
-    StatsReply,
     Tokenize,
     Tokenized,
 )
@@ -143,14 +142,11 @@ class AsyncClient:
         request = self._new_request()
         return (await self._ask(Detokenize(request, tuple(token_ids)), request, Detokenized)).data
 
-    async def stats(self) -> tuple[StageStats, ...]:
+    async def stats(self, *, timeout: float | None = None) -> PipelineStats:
         """As Client.stats."""
-        replies = []
-        for stage in await self.stages():
-            request = self._new_request()
-            reply = await self._ask(Stats(request), request, StatsReply, to=stage)
-            replies.append(StageStats(reply.facts, reply.counters))
-        return tuple(replies)
+        request, worker = self._new_request(), self._running()
+        self._start(request, lambda: worker.connection.surveys.start(request, time.monotonic(), timeout))
+        return await self._answer(request, PipelineStats)
 
     async def close(self) -> None:
         """As Client.close."""
@@ -172,12 +168,12 @@ class AsyncClient:
 
     def _forget(self, request: str) -> None:
         if self._mailboxes.pop(request, None) is not None and self._worker is not None:
-            conversation = self._worker.conversation
-            self._worker.post(lambda: conversation.abandon(request))
+            connection = self._worker.connection
+            self._worker.post(lambda: connection.conversation.abandon(request))
 
     def _cancel(self, request: str) -> None:
         worker = self._running()
-        worker.post(lambda: worker.conversation.cancel(request, time.monotonic()))
+        worker.post(lambda: worker.connection.conversation.cancel(request, time.monotonic()))
 
     # Inside.
 
@@ -194,30 +190,35 @@ class AsyncClient:
     def _submit(
         self,
         request: str,
-        message: Generate | Tokenize | Detokenize | Stats | None,
+        message: Generate | Tokenize | Detokenize | None,
         *,
         timeout: float | None = None,
-        to: StageFacts | None = None,
     ) -> None:
+        worker = self._running()
+
+        def submit() -> None:
+            worker.connection.conversation.submit(request, message, time.monotonic(), timeout=timeout)
+
+        self._start(request, submit)
+
+    def _start(self, request: str, begin: Callable[[], None]) -> None:
+        """Have the thread ``begin``; what that raises is the outcome of ``request``."""
         worker = self._running()
         self._mailboxes[request] = asyncio.Queue()
 
-        def submit() -> None:
+        def start() -> None:
             try:
-                worker.conversation.submit(request, message, time.monotonic(), timeout=timeout, to=to)
+                begin()
             except SkippyError as error:
                 worker.tell([(request, error)])
 
-        worker.post(submit)
+        worker.post(start)
 
-    async def _ask(
-        self,
-        message: Tokenize | Detokenize | Stats | None,
-        request: str,
-        kind: type[_T],
-        to: StageFacts | None = None,
-    ) -> _T:
-        self._submit(request, message, to=to)
+    async def _ask(self, message: Tokenize | Detokenize | None, request: str, kind: type[_T]) -> _T:
+        self._submit(request, message)
+        return await self._answer(request, kind)
+
+    async def _answer(self, request: str, kind: type[_T]) -> _T:
         try:
             outcome = await self._next(request)
         finally:
@@ -323,10 +324,10 @@ class _Worker:
         self._connection = made
 
     @property
-    def conversation(self) -> Conversation:
+    def connection(self) -> Connection:
         """To be touched by posted calls only."""
         assert self._connection is not None
-        return self._connection.conversation
+        return self._connection
 
     def post(self, call: Callable[[], object]) -> None:
         if not self.stopped and self._connection is not None:

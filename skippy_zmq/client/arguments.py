@@ -16,6 +16,8 @@ from skippy_zmq.runtime.options import StageOptions, add_arguments, from_argumen
 from skippy_zmq.wire.messages import SamplingParams
 
 DEFAULT_LOCAL_STAGES = 2
+DEFAULT_WATCH_SECONDS = 1.0
+LEAST_WATCH_SECONDS = 0.1
 
 _EXAMPLES = """\
 examples:
@@ -25,6 +27,9 @@ examples:
     python -m skippy_zmq.client --model m.gguf --split 10,20 --prompt "Once upon a time" --max-tokens 100
   for scripts:
     python -m skippy_zmq.client --connect 7700 --prompt-file question.txt --json | jq -r .text
+  see what every stage is doing, once or every two seconds:
+    python -m skippy_zmq.client --connect 7700 --stats
+    python -m skippy_zmq.client --connect 7700 --watch 2
 """
 
 # Sampler flags: llama.cpp's names first, then our own; the field of SamplingParams that they set; type; help.
@@ -61,7 +66,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line; raise OptionError, one line, for what does not fit.
 
     Beside the flags, the namespace has ``sampling``, ``options`` (None with --connect) and ``request``: prompt,
-    messages or token_ids by name, empty where only --stats is asked for.
+    messages or token_ids by name, empty where only --stats or --watch is asked for.
     """
     arguments = _parser().parse_args(argv)
     arguments.sampling = _sampling(arguments)
@@ -71,6 +76,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         raise OptionError(f"--timeout {arguments.timeout:g}: wanted more than 0 seconds")
     arguments.options = _stage_options(arguments)
     arguments.request = _request(arguments)
+    _check_watch(arguments)
     if arguments.request and not arguments.max_tokens >= 1:
         raise OptionError(f"--max-tokens {arguments.max_tokens}: wanted at least 1")
     return arguments
@@ -126,11 +132,25 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="seconds for the whole answer, connecting included (default: 30 to connect, then any time)",
     )
-    output.add_argument("--json", action="store_true", help="print one JSON object instead of the text as it comes")
+    output.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object in place of text or tables; with --watch, one a line",
+    )
     output.add_argument(
         "--stats",
         action="store_true",
-        help="print each stage's memory and counters on standard error; without a prompt, only that",
+        help="print what each stage is doing and has done: alone on standard output (exit code 3 where a stage is "
+        "missing), after an answer on standard error",
+    )
+    output.add_argument(
+        "--watch",
+        type=float,
+        nargs="?",
+        const=DEFAULT_WATCH_SECONDS,
+        metavar="S",
+        help=f"show that again every S seconds (default: {DEFAULT_WATCH_SECONDS:g}) until Ctrl-C: in place on a "
+        "terminal, else (or with NO_COLOR set) a line each",
     )
     _add_samplers(parser)
     add_arguments(parser)
@@ -223,9 +243,20 @@ def _request(arguments: argparse.Namespace) -> dict[str, Any]:
     for name in ("prompt", "token_ids"):
         if getattr(arguments, name) is not None:
             return {name: getattr(arguments, name)}
-    if not arguments.stats or arguments.json:
+    if not arguments.stats and arguments.watch is None:
         raise OptionError("wanted a prompt: --prompt, --prompt-file, --chat or --token-ids (see --help)")
     return {}
+
+
+def _check_watch(arguments: argparse.Namespace) -> None:
+    if arguments.watch is None:
+        return
+    if not LEAST_WATCH_SECONDS <= arguments.watch < math.inf:
+        raise OptionError(f"--watch {arguments.watch:g}: wanted at least {LEAST_WATCH_SECONDS:g} seconds")
+    if arguments.request:
+        raise OptionError("--watch: wanted no prompt; ask from another terminal")
+    if arguments.model is not None:
+        raise OptionError("--watch: only with --connect; local stages have nobody else to work for")
 
 
 def _read_text(flag: str, name: str) -> str:

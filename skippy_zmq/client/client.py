@@ -10,9 +10,10 @@ from types import TracebackType
 from typing import TypeVar
 
 from skippy_zmq.client.connection import Connection
-from skippy_zmq.client.conversation import Finished, Opened, Outcome
+from skippy_zmq.client.conversation import Event, Finished, Opened, Outcome
 from skippy_zmq.client.requests import DEFAULT_MAX_TOKENS, GREEDY, Messages, check_timeout, generate_request
-from skippy_zmq.client.results import Chunk, Generation, StageStats
+from skippy_zmq.client.results import Chunk, Generation
+from skippy_zmq.client.stats import PipelineStats
 from skippy_zmq.errors import OptionError, SkippyError
 from skippy_zmq.transport import Security
 from skippy_zmq.wire.messages import (
@@ -20,8 +21,6 @@ from skippy_zmq.wire.messages import (
     Detokenized,
     SamplingParams,
     StageFacts,
-    Stats,
-    StatsReply,
     Tokenize,
     Tokenized,
 )
@@ -65,11 +64,8 @@ class Client:
     def stages(self) -> tuple[StageFacts, ...]:
         """Facts of all stages, in layer order; waits for a ready pipeline."""
         request = self._new_request()
-        try:
-            self._conversation.submit(request, None, time.monotonic())
-            return self._answer(request, Opened).stages
-        finally:
-            self._forget(request)
+        self._conversation.submit(request, None, time.monotonic())
+        return self._answer(request, Opened).stages
 
     def generate(
         self,
@@ -144,14 +140,21 @@ class Client:
         request = self._new_request()
         return self._ask(Detokenize(request, tuple(token_ids)), request, Detokenized).data
 
-    def stats(self) -> tuple[StageStats, ...]:
-        """What every stage is and has done, in layer order."""
-        replies = []
-        for stage in self.stages:
-            request = self._new_request()
-            reply = self._ask(Stats(request), request, StatsReply, to=stage)
-            replies.append(StageStats(reply.facts, reply.counters))
-        return tuple(replies)
+    def stats(self, *, timeout: float | None = None) -> PipelineStats:
+        """What every stage is doing and has done; does not wait until the pipeline is ready.
+
+        A stage that does not answer within 5 seconds is told with the reason; an error is raised only where nothing is
+        known of any. ``timeout``: seconds for all of it, else the client's.
+        """
+        request = self._new_request()
+        self._connection.surveys.start(request, time.monotonic(), timeout)
+        return self._answer(request, PipelineStats)
+
+    def idle(self, seconds: float) -> None:
+        """Keep the connections up meanwhile: what arrives is taken in, lost ones are dialled again."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self._sort(self._connection.step(until))
 
     def close(self) -> None:
         """Cancel what still runs and close the connections; may be called twice. Takes half a second at most."""
@@ -181,9 +184,12 @@ class Client:
                     del self._mailboxes[request]
                     raise outcome
                 return outcome
-            for owner, event in self._connection.step():
-                if owner in self._mailboxes:
-                    self._mailboxes[owner].append(event)
+            self._sort(self._connection.step())
+
+    def _sort(self, events: list[Event]) -> None:
+        for owner, event in events:
+            if owner in self._mailboxes:
+                self._mailboxes[owner].append(event)
 
     def _forget(self, request: str) -> None:
         if self._mailboxes.pop(request, None) is not None:
@@ -198,18 +204,16 @@ class Client:
     def _new_request(self) -> str:
         return f"r{next(self._ids)}"
 
-    def _ask(
-        self, message: Tokenize | Detokenize | Stats, request: str, kind: type[_T], to: StageFacts | None = None
-    ) -> _T:
-        try:
-            self._conversation.submit(request, message, time.monotonic(), to=to)
-            return self._answer(request, kind)
-        finally:
-            self._forget(request)
+    def _ask(self, message: Tokenize | Detokenize, request: str, kind: type[_T]) -> _T:
+        self._conversation.submit(request, message, time.monotonic())
+        return self._answer(request, kind)
 
     def _answer(self, request: str, kind: type[_T]) -> _T:
         self._mailboxes[request] = deque()
-        outcome = self._next(request)
+        try:
+            outcome = self._next(request)
+        finally:
+            self._forget(request)
         if not isinstance(outcome, kind):
             raise SkippyError(f"request {request}: wanted {kind.__name__}, got {type(outcome).__name__}")
         return outcome

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from skippy_zmq.client.conversation import Connect, Conversation, Event
+from skippy_zmq.client.survey import Surveys
 from skippy_zmq.errors import EndpointError, OptionError, ProtocolError
 from skippy_zmq.transport import (
     Endpoint,
@@ -41,6 +42,7 @@ class Connection:
         name = str(Endpoint.parse(endpoint))
         identity = routing_id("client", boot_nonce())
         self.conversation = Conversation(name, identity.decode(), contact_seconds)
+        self.surveys = Surveys(self.conversation)
         self._identity = identity
         self._server_key = server_key
         self._links: dict[str, Link] = {}
@@ -73,7 +75,7 @@ class Connection:
         now = time.monotonic()
         conversation.expire(now)
         self._carry_out()
-        events = conversation.take_events()
+        events = self._take_events()
         if events or n_posted:
             return events
         dues = [due for due in (deadline, conversation.next_deadline) if due is not None]
@@ -82,7 +84,7 @@ class Connection:
                 self._take_in(source)
         conversation.expire(time.monotonic())
         self._carry_out()
-        return conversation.take_events()
+        return self._take_events()
 
     def flush(self) -> None:
         """Send what is to be sent; does not wait."""
@@ -105,6 +107,11 @@ class Connection:
             link.close(CLOSE_DRAIN_SECONDS)
         self._loop.close()
         self._factory.close(CLOSE_DRAIN_SECONDS)
+
+    def _take_events(self) -> list[Event]:
+        events = self.surveys.sift(self.conversation.take_events(), time.monotonic())
+        self._carry_out()  # what the surveys ask next
+        return events
 
     def _take_in(self, link: Link) -> None:
         name = next(name for name, known in self._links.items() if known is link)

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from skippy_zmq.client.results import Generation, StageStats
+from skippy_zmq.client.cells import aligned, count, data, duration
+from skippy_zmq.client.results import Generation
+from skippy_zmq.client.stats import StageStats
 
 _HEADINGS = ("stage", "layers", "weights", "KV cache", "compute", "busy", "batches", "rows")
 
 
 def stage_table(stats: Sequence[StageStats]) -> str:
     """One aligned line per stage: layers, memory, time spent computing, batches and rows so far."""
-    rows = [_HEADINGS]
+    rows = []
     for index, stage in enumerate(stats):
-        facts, counters = stage.facts, stage.counters
+        facts = stage.facts
         rows.append(
             (
                 str(index),
-                f"{facts.layer_start}:{facts.layer_end}",
-                _mib(facts.weights_bytes),
-                _mib(facts.kv_bytes),
-                _mib(facts.compute_bytes),
-                f"{counters.get('compute_us', 0) / 1e6:.2f} s",
-                str(counters.get("batches", 0)),
-                str(counters.get("rows", 0)),
+                stage.layers,
+                data(facts.weights_bytes),
+                data(facts.kv_bytes),
+                data(facts.compute_bytes),
+                duration(stage.count("compute_us")),
+                count(stage.count("batches")),
+                count(stage.count("rows")),
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
-    lines = ("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(lines)
+    return "\n".join(aligned(_HEADINGS, rows))
 
 
 def answer_line(generation: Generation) -> str:
@@ -44,7 +44,3 @@ def answer_line(generation: Generation) -> str:
     if timings.decode_tokens_per_s is not None:
         parts.append(f"decode {timings.decode_tokens_per_s:.1f} tokens/s")
     return ", ".join(parts)
-
-
-def _mib(n_bytes: int) -> str:
-    return f"{n_bytes / 2**20:.1f} MiB"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,11 +49,3 @@ class Generation:
     timings: Timings
     stages: tuple[StageFacts, ...]
     logits: npt.NDArray[np.float32] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StageStats:
-    """What a stage is, and its counters by dotted name (docs/protocol.md)."""
-
-    facts: StageFacts
-    counters: Mapping[str, int]

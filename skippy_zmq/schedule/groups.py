@@ -12,8 +12,13 @@ from dataclasses import dataclass, field
 
 # What beginning a micro-batch costs, in rows of decoding; about right for models that are bound by memory.
 MICRO_BATCH_COST = 1
-_NEW_SHARE = 0.2  # of the latest step in the running times
-_MARGIN = 0.25  # beyond half a group, by which the number has to be off before it changes
+_NEW_SHARE = 0.2  # of the latest step in the running means
+_LEARNING = 0.1  # from a step of another size than usual, what a row costs
+_FEW_ROWS = 0.25  # squared; steps that differ by less say little of that
+# Taken for granted until steps of several sizes were seen: what beginning a step costs, in rows. Rather much: that makes
+# few groups, of unequal sizes, from which the truth is learned; groups of one lane each would tell nothing.
+_BEGINNING_ROWS = 4.0
+_MARGIN = 0.04  # of a round, by which another number of groups has to be better
 
 
 def micro_batches(lanes: Sequence[int]) -> int:
@@ -29,39 +34,57 @@ def cost(lanes: Sequence[int]) -> int:
 def spread(lanes: Sequence[int], n_groups: int, max_rows: int) -> list[tuple[int, ...]]:
     """Cut ``lanes`` (rising) into groups of neighbours so that the costliest is as cheap as possible.
 
-    At most ``n_groups`` of them, more only where ``max_rows`` lanes per group demand it.
+    Into ``n_groups`` wherever there are as many lanes; into more only where ``max_rows`` lanes per group demand it.
+    Holes between lanes are the better places to cut.
     """
-    if not lanes:
-        return []
-    wanted = max(min(n_groups, len(lanes)), -(-len(lanes) // max_rows))
-    low, high = 1 + MICRO_BATCH_COST, cost(lanes)
+    rest = tuple(lanes)
+    n_left = max(min(n_groups, len(rest)), -(-len(rest) // max_rows))
+    groups: list[tuple[int, ...]] = []
+    while n_left > 1 and n_left < len(rest):  # else: all in one, or each on its own
+        size = _first_size(rest, n_left, max_rows)
+        groups.append(rest[:size])
+        rest = rest[size:]
+        n_left -= 1
+    return groups + ([rest] if n_left == 1 else [(lane,) for lane in rest])
+
+
+def _first_size(lanes: Sequence[int], n_groups: int, max_rows: int) -> int:
+    """How many lanes the first of ``n_groups`` takes; the others, taken likewise, come out as even as can be."""
+    low, high = -(-cost(lanes) // n_groups), cost(lanes)
     while low < high:
         middle = (low + high) // 2
-        if len(_cut(lanes, middle, max_rows)) <= wanted:
+        if len(_cut(lanes, middle, max_rows)) <= n_groups:
             high = middle
         else:
             low = middle + 1
-    return _cut(lanes, low, max_rows)
+    largest = min(_cut(lanes, low, max_rows)[0], len(lanes) - n_groups + 1)
+    for size in range(largest, 0, -1):
+        at_hole = lanes[size] != lanes[size - 1] + 1
+        if at_hole and len(_cut(lanes[size:], low, max_rows)) < n_groups:
+            return size
+    return largest
 
 
-def _cut(lanes: Sequence[int], limit: int, max_rows: int) -> list[tuple[int, ...]]:
-    """As few groups as possible of at most ``limit`` cost and ``max_rows`` lanes, filled from the front."""
-    groups: list[tuple[int, ...]] = []
-    start, spent = 0, 0
+def _cut(lanes: Sequence[int], limit: int, max_rows: int) -> list[int]:
+    """Sizes of as few groups as possible of at most ``limit`` cost and ``max_rows`` lanes, filled from the front."""
+    sizes: list[int] = []
+    size, spent = 0, 0
     for index, lane in enumerate(lanes):
-        begins = index == start or lane != lanes[index - 1] + 1
-        more = 1 + (MICRO_BATCH_COST if begins else 0)
-        if index > start and (spent + more > limit or index - start >= max_rows):
-            groups.append(tuple(lanes[start:index]))
-            start, spent, more = index, 0, 1 + MICRO_BATCH_COST
+        more = 1 if size and lane == lanes[index - 1] + 1 else 1 + MICRO_BATCH_COST
+        if size and (spent + more > limit or size >= max_rows):
+            sizes.append(size)
+            size, spent, more = 0, 0, 1 + MICRO_BATCH_COST
+        size += 1
         spent += more
-    groups.append(tuple(lanes[start:]))
-    return groups
+    return [*sizes, size]
 
 
 @dataclass(slots=True)
 class GroupCount:
-    """How many groups keep every stage busy: one per stage, and one more per step time that the ring's links take.
+    """How many groups make the most of the ring, from what decode steps have cost.
+
+    In a round every group steps once. It takes as long as the slowest stage works on all of them, or as the largest
+    group needs for its way around, whichever is longer; more groups lengthen the one, larger ones the other.
 
     What a step seems to spend between stages also holds its waits for busy ones, which more groups would only lengthen;
     therefore the least that was ever seen counts as the links' part.
@@ -69,19 +92,48 @@ class GroupCount:
 
     n_stages: int
     least_travel_us: int | None = field(init=False, default=None)  # of one batch, around the whole ring
-    count: int = field(init=False, default=0)
-    _step_us: float = field(init=False, default=0.0)
+    # Running means over steps: rows, time at the slowest stage, in how many such times a step is around.
+    _rows: float = field(init=False, default=0.0)
+    _us: float = field(init=False, default=0.0)
+    _depth: float = field(init=False, default=0.0)
+    _row_us: float = field(init=False, default=0.0)  # of one row more; what is left of a step's time is its beginning
 
-    def __post_init__(self) -> None:
-        self.count = self.n_stages
+    def observe(self, n_rows: int, travel_us: int, slowest_us: int, compute_us: int = 0) -> None:
+        """A decode step spent ``travel_us`` outside of stages, ``slowest_us`` computing at the slowest of them.
 
-    def observe(self, travel_us: int, slowest_us: int) -> None:
-        """A decode step spent ``travel_us`` outside of stages and ``slowest_us`` computing at the slowest one."""
+        ``compute_us``: at all of them; 0: all were as slow.
+        """
         travel_us = max(0, travel_us)
         if self.least_travel_us is None or travel_us < self.least_travel_us:
             self.least_travel_us = travel_us
-        share = _NEW_SHARE if self._step_us else 1.0
-        self._step_us += share * (max(1, slowest_us) - self._step_us)
-        wanted = self.n_stages + self.least_travel_us / self._step_us
-        if abs(wanted - self.count) > 0.5 + _MARGIN:
-            self.count = max(self.n_stages, round(wanted))
+        slowest_us = max(1, slowest_us)
+        depth = min(self.n_stages, max(1.0, compute_us / slowest_us)) if compute_us else self.n_stages
+        if not self._us:
+            self._rows, self._us, self._depth = n_rows, slowest_us, depth
+            self._row_us = slowest_us / (n_rows + _BEGINNING_ROWS)
+            return
+        more_rows, more_us = n_rows - self._rows, slowest_us - self._us
+        surprise_us = more_us - more_rows * self._row_us
+        self._row_us += _LEARNING * more_rows * surprise_us / (more_rows * more_rows + _FEW_ROWS)
+        self._rows += _NEW_SHARE * more_rows
+        self._us += _NEW_SHARE * more_us
+        self._depth += _NEW_SHARE * (depth - self._depth)
+
+    def best(self, n_lanes: int, max_rows: int, current: int | None = None) -> int:
+        """For ``n_lanes`` in groups of at most ``max_rows``; ``current``, if given, unless another is clearly better."""
+        fewest = max(1, -(-n_lanes // max_rows))
+        best, shortest = fewest, self._round_us(n_lanes, fewest)
+        for count in range(fewest + 1, n_lanes + 1):
+            round_us = self._round_us(n_lanes, count)
+            if round_us < shortest:
+                best, shortest = count, round_us
+        if current is not None and fewest <= current and self._round_us(n_lanes, current) <= shortest * (1 + _MARGIN):
+            return current
+        return best
+
+    def _round_us(self, n_lanes: int, n_groups: int) -> float:
+        row_us = min(max(self._row_us, 0.0), self._us / self._rows) if self._us else 1.0
+        begin_us = self._us - self._rows * row_us if self._us else _BEGINNING_ROWS
+        largest_us = begin_us + row_us * -(-n_lanes // n_groups)
+        around_us = (self._depth or self.n_stages) * largest_us + (self.least_travel_us or 0)
+        return max(n_groups * begin_us + n_lanes * row_us, around_us)

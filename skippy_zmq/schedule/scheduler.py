@@ -18,6 +18,7 @@ from skippy_zmq.schedule.groups import GroupCount, spread
 from skippy_zmq.schedule.lanes import LaneTable
 
 DEFAULT_MAX_BYTES = 256 << 20
+MAX_BATCHES = 256  # under way at once, however long the links
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,7 @@ class Scheduler:
         """The ring is a new one, of ``n_stages``: nothing is under way, nothing is known of its times."""
         self.n_stages = n_stages
         self.group_count = GroupCount(n_stages)
-        # Two batches per stage: one that it works on, one that waits; and those that travel.
-        self.credit = Credit(2 * n_stages, self.max_bytes)
+        self.credit = Credit(self._batches_wanted(), self.max_bytes)
         self._groups = None
 
     @property
@@ -100,8 +100,12 @@ class Scheduler:
 
     @property
     def groups(self) -> int:
-        """Decode steps that may be under way at once."""
-        return self.n_groups or self.group_count.count
+        """Of decoding lanes now."""
+        return len(self._formed_groups())
+
+    def _batches_wanted(self) -> int:
+        """Two per stage: one that it works on, one that waits; and the steps of more groups, which travel."""
+        return min(MAX_BATCHES, self.n_stages + max(self.n_stages, len(self._groups or ())))
 
     # ---- sessions
 
@@ -153,7 +157,7 @@ class Scheduler:
 
     # ---- batches
 
-    def batch_done(self, number: int, travel_us: int = 0, slowest_us: int = 0) -> bool:
+    def batch_done(self, number: int, travel_us: int = 0, slowest_us: int = 0, compute_us: int = 0) -> bool:
         """The last stage has finished a batch; False where it is not in flight.
 
         ``travel_us``: what it spent outside of stages; ``slowest_us``: computing, at the slowest stage; 0 for one that
@@ -166,7 +170,7 @@ class Scheduler:
         self._steps.discard(number)
         if slowest_us > 0:
             if is_step:
-                self.group_count.observe(travel_us, slowest_us)
+                self.group_count.observe(n_rows, travel_us, slowest_us, compute_us)
                 self._count_groups()
             else:
                 self.chunks.observe(n_rows, slowest_us)
@@ -207,10 +211,11 @@ class Scheduler:
 
     def _ready_group(self) -> list[_Session]:
         """The group that has waited longest, of those whose lanes are all ready: a step is never torn apart."""
-        if len(self._steps) >= self.groups:
+        groups = self._formed_groups()
+        if len(self._steps) >= len(groups):
             return []
         ready: list[_Session] = []
-        for names in self._formed_groups():
+        for names in groups:
             group = [self._sessions[name] for name in names]
             if all(session.pending for session in group) and (
                 not ready or min(s.last_step for s in group) < min(s.last_step for s in ready)
@@ -219,14 +224,18 @@ class Scheduler:
         return ready
 
     def _count_groups(self) -> None:
-        if self._groups is not None and len(self._groups) != min(self.groups, len(self._decoding)):
-            self._groups = None
+        if self._groups and self.n_groups is None:
+            best = self.group_count.best(len(self._decoding), self.max_rows, len(self._groups))
+            if best != len(self._groups):
+                self._groups = None
 
     def _formed_groups(self) -> list[tuple[str, ...]]:
         if self._groups is None:
             by_lane = {lane: session for session, lane in self._decoding.items()}
-            slices = spread(sorted(by_lane), self.groups, self.max_rows)
+            count = self.n_groups or self.group_count.best(len(by_lane), self.max_rows)
+            slices = spread(sorted(by_lane), count, self.max_rows)
             self._groups = [tuple(by_lane[lane] for lane in lanes) for lanes in slices]
+            self.credit.max_batches = self._batches_wanted()
         return self._groups
 
     def _decode_step(self, group: Sequence[_Session]) -> Batch:

@@ -102,6 +102,7 @@ class _Flight:
     formed_us: int
     taken_us: int = 0  # by the stage that has it now
     spent_us: int = 0
+    compute_us: int = 0
     slowest_us: int = 0
 
 
@@ -215,6 +216,7 @@ class Simulation:
         stage.running = None
         stage.busy_us += self._busy_now(stage)
         flight.spent_us += self.now_us - flight.taken_us
+        flight.compute_us += self.now_us - stage.begun_us
         flight.slowest_us = max(flight.slowest_us, self.now_us - stage.begun_us)
         if index + 1 < len(self._stages):
             self._at(self.now_us + self._hop_us, (flight, index + 1))
@@ -252,7 +254,7 @@ class Simulation:
         """Stage 0 between two batches: what came back, then who may start."""
         for flight in self._answers:
             travel_us = self.now_us - flight.formed_us - flight.spent_us
-            self.scheduler.batch_done(flight.batch.number, travel_us, flight.slowest_us)
+            self.scheduler.batch_done(flight.batch.number, travel_us, flight.slowest_us, flight.compute_us)
             for rows in flight.batch.rows:
                 if rows.sample:
                     self._take_token(rows.session, rows.position + rows.n_rows)

@@ -7,42 +7,39 @@ answered between two batches. libzmq's own thread moves bytes while the model co
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from skippy_zmq.chat.renderer import TemplateRenderer
 from skippy_zmq.errors import (
     HandshakeError,
     ProtocolError,
-    RequestError,
     RetryableError,
     SkippyError,
     StageLostError,
 )
 from skippy_zmq.runtime.stage_model import StageModel
-from skippy_zmq.schedule.scheduler import Scheduler
 from skippy_zmq.stage.batches import BatchRunner, RingMessage
 from skippy_zmq.stage.handshake import check_crossing, check_neighbours, check_pipeline, check_ring
+from skippy_zmq.stage.head import Head
 from skippy_zmq.stage.last import TokenSource
-from skippy_zmq.stage.meters import Meters, RingMeter
+from skippy_zmq.stage.meters import Meters
 from skippy_zmq.stage.queue import RingQueue
-from skippy_zmq.stage.requests import RequestTable
-from skippy_zmq.stage.scheduling import join_ring, new_scheduler, scheduler_counters
-from skippy_zmq.stage.tokenizing import INLINE_BYTES, BackgroundTokenizer
+from skippy_zmq.stage.texts import detokenized, tokenize
+from skippy_zmq.stage.tokenizing import BackgroundTokenizer
 from skippy_zmq.transport import Incoming, Link, LinkEventKind, Loop, PeerGone, QueueFull, Server
 from skippy_zmq.wire import messages as wire
 from skippy_zmq.wire.codec import decode, encode
 from skippy_zmq.wire.failures import error_message, exception_of
-from skippy_zmq.wire.limits import MAX_PROMPT_TOKENS, MAX_TEXT_BYTES
 
 log = logging.getLogger("skippy_zmq.stage")
 
-LOSS_SETTLES_SECONDS = 0.05  # from the end of a connection until sending to its peer fails
 PROBE_SECONDS = 2.0  # of silence, after which an upstream that has sessions here is asked for
 GREET_AGAIN_SECONDS = 1.0  # after a next stage that could not take this one just now
+MESSAGES_PER_TURN = 16  # taken between two batches: a peer that never stops sending must not hold those up
 MAX_PEERS = 4096  # remembered; a client silent for longer than so many others has to say HELLO again
 
 
@@ -73,7 +70,6 @@ class Stage:
         self._on_ready = on_ready
         self._exit_fd = exit_fd
         self.meters = Meters()
-        self._ring_meter = RingMeter(self.meters)
         # Routing id -> role of those that were welcomed, the one silent for longest first.
         self._peers: OrderedDict[bytes, str] = OrderedDict()
         self._upstream: bytes | None = None
@@ -83,48 +79,24 @@ class Stage:
         self._queue = RingQueue()
         self._stop_at: float | None = None
         self._draining = False
-        self.renderer: TemplateRenderer | None = None
-        self.requests: RequestTable | None = None
+        self.head: Head | None = None
         self.tokens: TokenSource | None = None
-        self._scheduler: Scheduler | None = None
         self._tokenizer = BackgroundTokenizer(loop.wake)
         self._greet_at: float | None = None  # when to say HELLO to the next stage again
-        self._look_for_clients_at: float | None = None  # a connection ended: perhaps of one who waits for an answer
         if model.is_last:
             self.tokens = TokenSource(model, self.send_to_client)
         self._batches = BatchRunner(model, facts, self.tokens, self.meters, self._send_down, self._batch_done)
         if model.is_first:
-            self._begin_stage_0()
+            self.head = Head(
+                model, facts, self.meters, self._batches, self._tokenizer, self.send_to_client, self._close_session
+            )
+            loop.add(self.head.renderer.fileno())
         loop.add(server)
         for link in (next_link, ring_link):
             if link is not None:
                 loop.add(link)
         if exit_fd is not None:
             loop.add(exit_fd)
-
-    def _begin_stage_0(self) -> None:
-        model = self.model
-        native = model.native_model
-        bos, eos = (
-            model.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
-            for token in (native.bos, native.eos)
-        )
-        self.renderer = TemplateRenderer(model.source.chat_template or "", bos, eos)
-        self.renderer.start()
-        self._scheduler = new_scheduler(model.options, self.facts)
-        boot = self.facts.stage.rpartition("-")[2]
-        self.requests = RequestTable(
-            model,
-            self._scheduler,
-            self.renderer,
-            self.send_to_client,
-            self._close_session,
-            boot,
-            self._tokenizer,
-            model.options.queue,
-            model.options.queue_seconds,
-        )
-        self.loop.add(self.renderer.fileno())
 
     # ---- state
 
@@ -149,7 +121,7 @@ class Stage:
     def busy(self) -> bool:
         if self._queue or self._batches.sessions:
             return True
-        return self.requests is not None and bool(self.requests.queued or self.requests.running)
+        return self.head is not None and self.head.busy
 
     def stop(self, drain_seconds: float) -> None:
         """Take no new requests, let running ones finish for ``drain_seconds`` at most, then return from ``run``."""
@@ -171,8 +143,8 @@ class Stage:
                 self._behind = ()
                 self._announced = False
                 raise
-            if self._scheduler is not None:
-                join_ring(self._scheduler, self.stages)
+            if self.head is not None:
+                self.head.join(self.stages)
         for peer, role in list(self._peers.items()):
             if role in ("upstream", "client"):
                 self._send_to(peer, wire.Ready(self.stages))
@@ -182,17 +154,10 @@ class Stage:
         """Something behind went away: whoever is in front must know."""
         was = self._announced
         self._announced = False
-        if self.requests is not None:
-            self._lose_running(why)
+        if self.head is not None:
+            self.head.lose(why)
         if was and self._upstream is not None:
             self._send_to(self._upstream, wire.Error("stage_lost", why, "", True))
-
-    def _lose_running(self, why: str) -> None:
-        """Stage 0: the ring broke; what has a lane is lost, what waits goes on waiting."""
-        if self.requests is not None and self._scheduler is not None:
-            self.requests.lost(why)
-            self._scheduler.reset()
-            self._ring_meter.reset()
 
     # ---- sending
 
@@ -226,8 +191,8 @@ class Stage:
                 self._lost_next(str(error))
 
     def _batch_done(self, done: wire.BatchDone) -> None:
-        if self.requests is not None:  # a ring of one
-            self._take_batch_done(done)
+        if self.head is not None:  # a ring of one
+            self.head.take_done(done)
         elif self.ring_link is not None:
             try:
                 self.ring_link.send(encode(done))
@@ -252,20 +217,18 @@ class Stage:
                     self._drain_link(source)
                 elif source == self._exit_fd:
                     self._read_exit_fd(source)
-                elif self.requests is not None:
-                    self.requests.rendered()
+                elif self.head is not None:
+                    self.head.requests.rendered()
             now = time.monotonic()
             self._tokenizer.deliver()
             if self._greet_at is not None and self._greet_at <= now:
                 self._greet_next()
-            if self._look_for_clients_at is not None and self._look_for_clients_at <= now:
-                self._look_for_clients()
             if self._owes_a_sign and now >= self._heard_at + PROBE_SECONDS:
                 self._probe_upstream(now)
-            if self.requests is not None:
-                self.requests.expire(now)
+            if self.head is not None:
+                self.head.tick(now)
                 if self.ready:
-                    self.requests.start_waiting()
+                    self.head.requests.start_waiting()
             self._work()
 
     @property
@@ -280,15 +243,6 @@ class Stage:
             self._upstream = None
             self._forget_sessions()
 
-    def _look_for_clients(self) -> None:
-        """End the requests of clients that are gone: nothing else is sent to one that waits or has a long prompt."""
-        self._look_for_clients_at = None
-        if self.requests is not None:
-            for client in self.requests.clients:
-                if not self._send_to(client, wire.Ping(0)):
-                    log.info("client %r is gone", client)
-                    self.requests.forget_client(client)
-
     def _read_exit_fd(self, fd: int) -> None:
         if not os.read(fd, 4096):  # whoever started this stage is gone
             self.loop.remove(fd)
@@ -298,15 +252,15 @@ class Stage:
         if self._queue or self._can_schedule():
             return 0.0
         times = []
-        if self.requests is not None and (deadline := self.requests.next_deadline()) is not None:
+        if self.head is not None and (deadline := self.head.next_deadline()) is not None:
             times.append(deadline)
-        times += [at for at in (self._stop_at, self._greet_at, self._look_for_clients_at) if at is not None]
+        times += [at for at in (self._stop_at, self._greet_at) if at is not None]
         if self._owes_a_sign:
             times.append(self._heard_at + PROBE_SECONDS)
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _can_schedule(self) -> bool:
-        return self._scheduler is not None and self.ready and self._scheduler.has_work
+        return self.head is not None and self.ready and self.head.has_work
 
     def _finished(self) -> bool:
         if self._stop_at is None:
@@ -316,8 +270,8 @@ class Stage:
             self._tell_upstream()
         if self.busy and time.monotonic() < self._stop_at:
             return False
-        if self.requests is not None:
-            self.requests.fail_all(StageLostError("the stage is shutting down", code="shutting_down"))
+        if self.head is not None:
+            self.head.fail_all(StageLostError("the stage is shutting down", code="shutting_down"))
         return True
 
     def _tell_upstream(self) -> None:
@@ -330,25 +284,18 @@ class Stage:
         """Run one thing: the oldest message of the ring, or the next batch of stage 0."""
         if self._queue:
             self._batches.run(*self._queue.take())
-        elif self._scheduler is not None and self.requests is not None and self.ready:
-            batch = self._scheduler.next_batch()
-            if batch is not None:
-                self._ring_meter.formed(batch.number)
-                self._batches.run_scheduled(batch, self.requests.opening(batch))
-
-    def _take_batch_done(self, done: wire.BatchDone) -> None:
-        assert self._scheduler is not None
-        assert self.requests is not None
-        travel_us = self._ring_meter.done(done.batch, done.times)
-        if self._scheduler.batch_done(done.batch, travel_us, done.times.slowest_us):
-            self.requests.take_tokens(done)
+        elif self.head is not None and self.ready:
+            self.head.run_next()
 
     # ---- messages
 
     def _drain_server(self, server: Server) -> None:
-        if server.take_losses() and self.requests is not None and self._look_for_clients_at is None:
-            self._look_for_clients_at = time.monotonic() + LOSS_SETTLES_SECONDS
-        while (incoming := server.receive()) is not None:
+        if server.take_losses() and self.head is not None:
+            self.head.connections_ended()
+        for _ in range(MESSAGES_PER_TURN):
+            incoming = server.receive()
+            if incoming is None:
+                return
             request = ""
             try:
                 message, payloads = self._decoded(incoming)
@@ -379,22 +326,22 @@ class Stage:
         match message:
             case wire.Activations() | wire.SessionClose() | wire.BatchFailed() if peer == self._upstream:
                 self._take_ring_message(message, payloads)
-            case wire.BatchDone() if role == "ring" and self.requests is not None:
+            case wire.BatchDone() if role == "ring" and self.head is not None:
                 if peer == self._ring:  # else of a ring that broke: its sessions have been told
-                    self._take_batch_done(message)
-            case wire.Generate() if role == "client" and self.requests is not None:
-                self.requests.submit(peer, message, accepting=self._why_not_accepting())
-            case wire.Cancel() if role == "client" and self.requests is not None:
-                self.requests.cancel(peer, message.request)
-            case wire.Tokenize():
-                self._tokenize(peer, message)
+                    self.head.take_done(message)
+            case wire.Generate() if role == "client" and self.head is not None:
+                self.head.requests.submit(peer, message, accepting=self._why_not_accepting())
+            case wire.Cancel() if role == "client" and self.head is not None:
+                self.head.requests.cancel(peer, message.request)
+            case wire.Tokenize() if self.head is not None:
+                tokenize(message, self.head.requests, self._tokenizer, functools.partial(self._send_to, peer))
             case wire.Detokenize():
-                self._detokenize(peer, message)
+                self._send_to(peer, detokenized(message, self.model))
             case wire.Stats():
                 self._send_to(peer, wire.StatsReply(message.request, self.facts, self._counters()))
             case wire.Ping():
                 self._send_to(peer, wire.Pong(message.nonce, self.ready))
-            case wire.Pong() if role in ("upstream", "client"):
+            case wire.Pong() if role == "upstream":
                 pass  # that it could be asked was what there was to know
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not for this stage from a peer of role {role!r}")
@@ -423,39 +370,6 @@ class Stage:
                 raise ProtocolError(f"lane {lane}: wanted 0 to {self.facts.lanes - 1}")
         self._queue.put(message, payloads)
 
-    def _tokenize(self, peer: bytes, message: wire.Tokenize) -> None:
-        if self.requests is None:
-            raise ProtocolError("TOKENIZE is for stage 0")
-        requests = self.requests
-
-        def tokenize() -> list[int]:
-            ids = requests.tokenize(message.text, add_special=message.add_special, parse_special=message.parse_special)
-            if len(ids) > MAX_PROMPT_TOKENS:
-                raise RequestError(f"{len(ids)} tokens: wanted at most {MAX_PROMPT_TOKENS}", code="too_large")
-            return ids
-
-        def answer(ids: list[int] | SkippyError) -> None:
-            if isinstance(ids, SkippyError):
-                self._send_to(peer, error_message(ids, message.request))
-            else:
-                self._send_to(peer, wire.Tokenized(message.request, tuple(ids)))
-
-        if len(message.text) > INLINE_BYTES // 4:
-            self._tokenizer.submit(tokenize, answer)
-        else:
-            answer(tokenize())
-
-    def _detokenize(self, peer: bytes, message: wire.Detokenize) -> None:
-        for token in message.token_ids:
-            if token >= self.model.n_vocab:
-                error = ProtocolError(f"token id {token}: wanted 0 to {self.model.n_vocab - 1}", code="invalid_token")
-                self._send_to(peer, error_message(error, message.request))
-                return
-        data = self.model.detokenize(message.token_ids)
-        if len(data) > MAX_TEXT_BYTES:
-            raise RequestError(f"{len(data)} bytes of text: wanted at most {MAX_TEXT_BYTES}", code="too_large")
-        self._send_to(peer, wire.Detokenized(message.request, data))
-
     def _counters(self) -> dict[str, int]:
         counters = self.meters.snapshot()
         counters |= {
@@ -463,12 +377,8 @@ class Stage:
             "now.queue": len(self._queue),
             "now.kv_cells": self._batches.kv_cells,
         }
-        if self.requests is not None and self._scheduler is not None:
-            counters |= {
-                "now.requests_queued": self.requests.queued,
-                "now.requests_running": self.requests.running,
-                **scheduler_counters(self._scheduler, len(self.stages)),
-            }
+        if self.head is not None:
+            counters |= self.head.counters(len(self.stages))
         if self.tokens is not None:
             counters |= {"tokens": self.tokens.tokens, "undelivered": self.tokens.undelivered}
         return counters
@@ -490,11 +400,11 @@ class Stage:
         elif hello.role == "ring":
             assert hello.facts is not None
             check_ring(self.facts, hello.facts)
-            if peer == self._ring:
+            if peer == self._ring and self.head is not None:
                 # The connection is a new one: what the last stage had to say of batches under way is lost.
-                self._lose_running("the ring link was made anew")
-        elif peer in self._peers and self.requests is not None:
-            self.requests.forget_client(peer)  # a new process, or a new connection, under a known id
+                self.head.lose("the ring link was made anew")
+        elif peer in self._peers and self.head is not None:
+            self.head.requests.forget_client(peer)  # a new process, or a new connection, under a known id
         self._peers[peer] = hello.role
         self._peers.move_to_end(peer)
         if len(self._peers) > MAX_PEERS:
@@ -563,7 +473,8 @@ class Stage:
             self._behind = message.stages
         elif isinstance(message, wire.Ping):
             if self.next_link is not None:
-                self.next_link.send(encode(wire.Pong(message.nonce, self.ready)))
+                with contextlib.suppress(PeerGone, QueueFull):  # lost again already, which the next event says
+                    self.next_link.send(encode(wire.Pong(message.nonce, self.ready)))
             return
         else:
             raise ProtocolError(f"{type(message).__name__} from the next stage")
@@ -583,6 +494,6 @@ class Stage:
 
     def close(self) -> None:
         """Free what belongs to this stage alone; sockets belong to whoever made them."""
-        if self.renderer is not None:
-            self.loop.remove(self.renderer.fileno())
-            self.renderer.close()
+        if self.head is not None:
+            self.loop.remove(self.head.renderer.fileno())
+            self.head.close()

@@ -1,0 +1,130 @@
+"""Stage 0's own part: requests, what the ring runs next, and what comes back from it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from skippy_zmq.chat.renderer import TemplateRenderer
+from skippy_zmq.errors import SkippyError
+from skippy_zmq.runtime.stage_model import StageModel
+from skippy_zmq.stage.batches import BatchRunner
+from skippy_zmq.stage.meters import Meters, RingMeter
+from skippy_zmq.stage.requests import CloseSession, RequestTable, SendToClient
+from skippy_zmq.stage.scheduling import join_ring, new_scheduler, scheduler_counters
+from skippy_zmq.stage.tokenizing import BackgroundTokenizer
+from skippy_zmq.wire import messages as wire
+
+log = logging.getLogger("skippy_zmq.stage")
+
+LOSS_SETTLES_SECONDS = 0.05  # from the end of a connection until sending to its peer fails
+
+
+class Head:
+    """Requests and the scheduler of a pipeline. ``close_session`` ends a session here and down the ring."""
+
+    def __init__(
+        self,
+        model: StageModel,
+        facts: wire.StageFacts,
+        meters: Meters,
+        batches: BatchRunner,
+        tokenizer: BackgroundTokenizer,
+        send: SendToClient,
+        close_session: CloseSession,
+    ) -> None:
+        native = model.native_model
+        bos, eos = (
+            model.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
+            for token in (native.bos, native.eos)
+        )
+        self._send = send
+        self._batches = batches
+        self._ring_meter = RingMeter(meters)
+        self._scheduler = new_scheduler(model.options, facts)
+        self._look_for_clients_at: float | None = None  # a connection ended: perhaps of one who waits for an answer
+        self.renderer = TemplateRenderer(model.source.chat_template or "", bos, eos)
+        self.renderer.start()
+        self.requests = RequestTable(
+            model,
+            self._scheduler,
+            self.renderer,
+            send,
+            close_session,
+            facts.stage.rpartition("-")[2],
+            tokenizer,
+            model.options.queue,
+            model.options.queue_seconds,
+        )
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.requests.queued or self.requests.running)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``run_next`` would run something."""
+        return self._scheduler.has_work
+
+    def next_deadline(self) -> float | None:
+        """When ``tick`` is due (monotonic seconds), if at all."""
+        times = [at for at in (self.requests.next_deadline(), self._look_for_clients_at) if at is not None]
+        return min(times, default=None)
+
+    def tick(self, now: float) -> None:
+        """Do what is due by ``now``."""
+        if self._look_for_clients_at is not None and self._look_for_clients_at <= now:
+            self._look_for_clients()
+        self.requests.expire(now)
+
+    def connections_ended(self) -> None:
+        """Some peer's connection ended; if it was a client's, its requests are to end too."""
+        if self._look_for_clients_at is None:
+            self._look_for_clients_at = time.monotonic() + LOSS_SETTLES_SECONDS
+
+    def _look_for_clients(self) -> None:
+        """End the requests of clients that are gone: nothing else is sent to one that waits or has a long prompt."""
+        self._look_for_clients_at = None
+        for client in self.requests.clients:
+            if not self._send(client, wire.Ping(0)):
+                log.info("client %r is gone", client)
+                self.requests.forget_client(client)
+
+    def run_next(self) -> None:
+        """Run the next batch through this stage, if one can go."""
+        batch = self._scheduler.next_batch()
+        if batch is not None:
+            self._ring_meter.formed(batch.number)
+            self._batches.run_scheduled(batch, self.requests.opening(batch))
+
+    def take_done(self, done: wire.BatchDone) -> None:
+        """A batch has left the ring."""
+        times = done.times
+        travel_us = self._ring_meter.done(done.batch, times)
+        if self._scheduler.batch_done(done.batch, travel_us, times.slowest_us, times.compute_us):
+            self.requests.take_tokens(done)
+
+    def join(self, stages: Sequence[wire.StageFacts]) -> None:
+        """The ring is closed: the whole pipeline is known."""
+        join_ring(self._scheduler, stages)
+
+    def lose(self, why: str) -> None:
+        """The ring broke: what has a lane is lost, what waits goes on waiting."""
+        self.requests.lost(why)
+        self._scheduler.reset()
+        self._ring_meter.reset()
+
+    def fail_all(self, error: SkippyError) -> None:
+        self.requests.fail_all(error)
+
+    def counters(self, n_stages: int) -> dict[str, int]:
+        """Its part of STATS_REPLY."""
+        return {
+            "now.requests_queued": self.requests.queued,
+            "now.requests_running": self.requests.running,
+            **scheduler_counters(self._scheduler, n_stages),
+        }
+
+    def close(self) -> None:
+        self.renderer.close()
