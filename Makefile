@@ -7,6 +7,8 @@ LLAMA_CPP_PYTHON := llama-cpp-python==0.3.36
 # Another back end is another build: the stamp is named after it, and pip's cached wheel is not taken.
 LLAMA_STAMP := $(VENV)/.llama-$(shell printf '%s' "$(CMAKE_ARGS)" | cksum | cut -d' ' -f1)
 PIP_FRESH := $(if $(CMAKE_ARGS),--no-cache-dir --force-reinstall)
+# llama.cpp RPC, a peer of the benchmarks, needs a build of its own.
+RPC_VENV ?= .venv-rpc
 NATIVE_SOURCES := $(wildcard src/ext/*) CMakeLists.txt $(wildcard third_party/llama.cpp/*.cmake) pyproject.toml
 
 .PHONY: help demo test test-models lint format bench certify stubs clean
@@ -15,7 +17,7 @@ help:
 	@echo "make test         all tests, a real model included"
 	@echo "make test-models  tests with further real models (downloads about 250 MB once)"
 	@echo "make lint         format, types, imports"
-	@echo "make bench        benchmarks"
+	@echo "make bench        benchmarks against llama.cpp, about 15 minutes (compiles llama.cpp once more, with RPC)"
 	@echo "make certify MODELS=DIR   prove architectures exact, write docs/architectures.md"
 
 $(VENV)/.python:
@@ -61,12 +63,26 @@ format: $(VENV)/.package
 stubs: $(VENV)/.package
 	$(PY) scripts/stubs.py
 
-bench: $(VENV)/.package
-	$(PY) -m pytest bench -p no:cacheprovider
+$(VENV)/.bench: $(VENV)/.package
+	@echo "== installing what the benchmarks need =="
+	$(PY) -m pip install --quiet --no-build-isolation --config-settings=editable.mode=redirect -e ".[dev,bench]"
+	@touch $@
+
+# --no-cache-dir: pip would take the wheel without RPC that it keeps from above.
+$(RPC_VENV)/.llama: | $(VENV)/.python
+	@echo "== installing $(LLAMA_CPP_PYTHON) with RPC (compiles llama.cpp once more: several minutes) =="
+	$(PYTHON) -m venv $(RPC_VENV)
+	@CMAKE_ARGS="$(CMAKE_ARGS) -DGGML_RPC=ON" $(RPC_VENV)/bin/python -m pip install -v --no-cache-dir $(LLAMA_CPP_PYTHON) \
+		2>&1 | $(PY) scripts/install_progress.py
+	@touch $@
+
+bench: $(VENV)/.bench $(RPC_VENV)/.llama
+	@mkdir -p bench/results
+	BENCH_RPC_VENV=$(RPC_VENV) $(PY) -m pytest bench --timeout=900 --benchmark-json=bench/results/pytest-benchmark.json
 
 certify: $(VENV)/.package
 	@test -n "$(MODELS)" || { echo "give the models: make certify MODELS=DIR"; exit 2; }
 	$(PY) -m skippy_zmq.certify $(MODELS) --table docs/architectures.md --names skippy_zmq/certified.json
 
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) $(RPC_VENV) build

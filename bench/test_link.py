@@ -1,83 +1,136 @@
-"""One hop: a message of the size of a decode activation there and back, our link against raw pyzmq."""
+"""Our Link and Server beside raw pyzmq DEALER and ROUTER, between two processes: ping-pong and stream."""
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 import tempfile
-import threading
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
+import pytest
 import zmq
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from bench.conftest import Comparison
-from skippy_zmq.transport import Endpoint, Link, Loop, Server, SocketFactory
+from bench.comparison import Comparison, alternate
+from bench.peers import ROOT
+from bench.raw_sockets import RawSocket
+from skippy_zmq.transport import Endpoint, Link, Loop, SocketFactory
 
-PAYLOAD = bytes(2304)  # 576 floats: one row of SmolLM2
-ROUNDS = 200
+HOP_BYTES = 2304  # 576 floats: one row of SmolLM2
+MIB = 1 << 20
+SIZES = {"2.3 KB": HOP_BYTES, "64 KiB": MIB // 16, "1 MiB": MIB, "8 MiB": 8 * MIB}
+HOP_TARGET, STREAM_TARGET = 1.5, 0.8
+TARGETED = {("ipc", HOP_BYTES, "echo"), ("ipc", MIB, "acknowledge")}
+WINDOW = 4  # messages under way in a stream, as the ring's credit would have it
 
-
-def _answer_raw(context: zmq.Context[zmq.Socket[bytes]], address: str, ready: threading.Event) -> None:
-    socket = context.socket(zmq.ROUTER)
-    socket.bind(address)
-    ready.set()
-    while len(frames := socket.recv_multipart()) > 2:
-        socket.send_multipart(frames)
-    socket.close(0)
-
-
-def _answer_link(factory: SocketFactory, address: str, ready: threading.Event) -> None:
-    server = Server(factory, Endpoint.parse(address))
-    with Loop() as loop:
-        loop.add(server)
-        ready.set()
-        while True:
-            loop.wait(None)
-            while (incoming := server.receive()) is not None:
-                if len(incoming.frames) < 2:
-                    server.close()
-                    return
-                server.send(incoming.peer, incoming.frames)
+Exchange = Callable[[int], float]  # how many messages; seconds
 
 
-def test_hop(comparison: Comparison, benchmark: BenchmarkFixture) -> None:
-    """Ping-pong over ipc between two threads."""
-    with tempfile.TemporaryDirectory() as folder, SocketFactory() as factory, zmq.Context() as context, Loop() as loop:
-        addresses = [f"ipc://{Path(folder)}/raw", f"ipc://{Path(folder)}/link"]
-        threads = []
-        for target, owner, address in (
-            (_answer_raw, context, addresses[0]),
-            (_answer_link, factory, addresses[1]),
-        ):
-            ready = threading.Event()
-            threads.append(threading.Thread(target=target, args=(owner, address, ready)))
-            threads[-1].start()
-            assert ready.wait(10)
-        raw = context.socket(zmq.DEALER)
-        raw.connect(addresses[0])
-        link = Link(factory, Endpoint.parse(addresses[1]), routing_id=b"bench")
+def _frames(payload_bytes: int) -> list[bytes]:
+    return [b"ab", b"header", bytes(payload_bytes)]
+
+
+@contextmanager
+def _far_end(kind: str, answer: str, payload_bytes: int, address: str) -> Iterator[None]:
+    command = [sys.executable, "-m", "bench.echo_program", kind, answer, str(payload_bytes), address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline().strip() == address.encode()
+            yield
+        finally:
+            process.kill()
+
+
+@contextmanager
+def _raw(address: str, payload_bytes: int, window: int) -> Iterator[Exchange]:
+    frames = _frames(payload_bytes)
+    with RawSocket(zmq.DEALER, address, payload_bytes) as dealer:
+
+        def exchange(count: int) -> float:
+            started = time.perf_counter()
+            for number in range(count + window):
+                if number >= window:
+                    dealer.receive()
+                if number < count:
+                    dealer.send(frames)
+            return time.perf_counter() - started
+
+        yield exchange
+
+
+@contextmanager
+def _link(address: str, payload_bytes: int, window: int) -> Iterator[Exchange]:
+    frames = _frames(payload_bytes)
+    with SocketFactory() as factory, Loop() as loop:
+        link = Link(factory, Endpoint.parse(address), routing_id=b"bench")
         loop.add(link)
-        while not link.connected:
+        while not link.events():  # the first says that it is connected
             loop.wait(5)
 
-        def ping_raw() -> None:
-            for _ in range(ROUNDS):
-                raw.send_multipart([b"ab", b"header", PAYLOAD])
-                raw.recv_multipart()
+        def receive() -> Sequence[bytes | memoryview]:
+            while (incoming := link.receive()) is None:
+                loop.wait(5)
+            return incoming.frames
 
-        def ping_link() -> None:
-            for _ in range(ROUNDS):
-                link.send([b"ab", b"header", PAYLOAD])
-                while (incoming := link.receive()) is None:
-                    loop.wait(5)
-                assert bytes(incoming.frames[2]) == PAYLOAD
+        def exchange(count: int) -> float:
+            started = time.perf_counter()
+            for number in range(count + window):
+                if number >= window:
+                    answer = receive()
+                if number < count:
+                    link.send(frames)
+            seconds = time.perf_counter() - started
+            assert [bytes(frame) for frame in answer] == frames[: len(answer)]
+            return seconds
 
-        result = comparison.run("hop over ipc, 2.3 KB there and back", 1.5, ping_link, ping_raw, rounds=15)
-        benchmark.extra_info["ratio"] = result.ratio
-        benchmark.pedantic(ping_link, rounds=5)
-        raw.send(b"end")
-        link.send([b"end"])
-        for thread in threads:
-            thread.join(10)
-        raw.close(0)
+        yield exchange
         loop.remove(link)
         link.close()
+
+
+def _per_message(exchange: Exchange, count: int) -> float:
+    return exchange(count) / count
+
+
+def _address(transport: str, directory: str, kind: str) -> str:
+    if transport == "ipc":
+        return f"ipc://{directory}/{kind}"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("answer", ["echo", "acknowledge"], ids=["ping-pong", "stream"])
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+@pytest.mark.parametrize("size", SIZES)
+def test_sockets(size: str, transport: str, answer: str, comparison: Comparison, benchmark: BenchmarkFixture) -> None:
+    """A message there and back, one after the other; and a window of messages that are only acknowledged."""
+    payload_bytes = SIZES[size]
+    window = 1 if answer == "echo" else WINDOW
+    count = max(12, min(300, 24 * MIB // payload_bytes))
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        calls = {}
+        for kind, connect in (("link", _link), ("raw", _raw)):
+            address = _address(transport, directory, kind)
+            stack.enter_context(_far_end(kind, answer, payload_bytes, address))
+            exchange = stack.enter_context(connect(address, payload_bytes, window))
+            calls[kind] = partial(_per_message, exchange, count)
+        seconds = alternate(benchmark, 15, calls)
+    name = f"{'there and back' if answer == 'echo' else 'stream'}, {size}, {transport}"
+    if (transport, payload_bytes, answer) not in TARGETED:
+        comparison.figure(f"{name}: time of raw", seconds["link"] / seconds["raw"], "ratio")
+    elif answer == "echo":
+        comparison.at_most(HOP_TARGET, f"hop: {name}", seconds["link"] * 1e6, seconds["raw"] * 1e6, "us")
+    else:
+        rates = {kind: payload_bytes / MIB / value for kind, value in seconds.items()}
+        comparison.at_least(STREAM_TARGET, f"hop: {name}", rates["link"], rates["raw"], "MiB/s")
+    for kind, value in seconds.items():
+        if answer == "echo":
+            comparison.figure(f"{name}: {kind}", value * 1e6, "us")
+        else:
+            comparison.figure(f"{name}: {kind}", payload_bytes / MIB / value, "MiB/s")
+            comparison.point("link throughput", f"{kind}, {transport}", payload_bytes, payload_bytes / MIB / value)

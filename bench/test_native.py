@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import os
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the stage program sets it, before llama.cpp is loaded
 
 import numpy as np
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from bench.conftest import Comparison
+from bench.comparison import Comparison, alternate
 from bench.whole_model import WholeModel
+from bench.workloads import prompts
 from skippy_zmq.runtime.options import StageOptions
 from skippy_zmq.runtime.stage_model import StageModel
 from skippy_zmq.sources.gguf_model import open_model
 from skippy_zmq.topology import split_at
 
 CONTEXT = 4096
-PROMPT = [1, *range(1000, 1063)]
+PROMPT, STEPS = 64, 8
+
+
+def _timed(call: Callable[..., object], *arguments: object) -> float:
+    started = time.perf_counter()
+    call(*arguments)
+    return time.perf_counter() - started
 
 
 def _open_whole(path: Path) -> None:
@@ -33,11 +40,10 @@ def _open_one_stage(path: Path) -> None:
 
 def test_opening_all_layers(smollm2: Path, comparison: Comparison, benchmark: BenchmarkFixture) -> None:
     """Checks, identity and dry runs included, against what llama.cpp takes for the same bytes."""
-    result = comparison.run(
-        "open, all layers", 1.3, lambda: _open_one_stage(smollm2), lambda: _open_whole(smollm2), rounds=9
-    )
-    benchmark.extra_info["ratio"] = result.ratio
-    benchmark.pedantic(_open_one_stage, args=(smollm2,), rounds=3)
+    calls = {"ours": partial(_timed, _open_one_stage, smollm2), "llama.cpp": partial(_timed, _open_whole, smollm2)}
+    seconds = alternate(benchmark, 9, calls)
+    ours, other = (seconds[name] * 1000 for name in calls)
+    comparison.at_most(1.3, "opening all layers: llama.cpp", ours, other, "ms")
 
 
 class Split:
@@ -59,24 +65,26 @@ class Split:
 def test_decode_step_cut_in_two(smollm2: Path, comparison: Comparison, benchmark: BenchmarkFixture) -> None:
     """The same step, whole and cut in two, one thread; the logits must be the same bits."""
     whole, split = WholeModel(smollm2, n_ctx=CONTEXT, threads=1), Split(smollm2, 15)
-    whole.run(PROMPT, 0)
-    split.run(PROMPT, 0)
-    at = len(PROMPT)
+    (tokens,) = prompts(smollm2, 1, PROMPT + STEPS + 1)
+    at = PROMPT
+    whole.run(tokens[:at], 0)
+    split.run(tokens[:at], 0)
 
     def step_whole() -> None:
         whole.trim(at)
-        for position in range(at, at + 8):
-            whole.run([700 + position], position)
+        for position in range(at, at + STEPS):
+            whole.run([tokens[position]], position)
 
     def step_split() -> None:
-        for position in range(at, at + 8):
-            split.run([700 + position], position)
+        for position in range(at, at + STEPS):
+            split.run([tokens[position]], position)
 
-    result = comparison.run("decode step, cut in two in one process", 1.03, step_split, step_whole, rounds=21)
+    calls = {"ours": partial(_timed, step_split), "llama.cpp": partial(_timed, step_whole)}
+    seconds = alternate(benchmark, 21, calls)
+    ours, other = (seconds[name] * 1000 / STEPS for name in calls)
+    comparison.at_most(1.03, "decode step, cut in two in one process: llama.cpp", ours, other, "ms")
     whole.trim(at)
-    expected = whole.run([1234], at)
-    split.run([1234], at)
+    expected = whole.run(tokens[-1:], at)
+    split.run(tokens[-1:], at)
     assert np.array_equal(expected.view(np.uint32), split.stages[1].logits(0).view(np.uint32))
-    benchmark.extra_info["ratio"] = result.ratio
-    benchmark.pedantic(step_split, rounds=5)
     whole.close()

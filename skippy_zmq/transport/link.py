@@ -249,7 +249,7 @@ class Link:
     def redial(self) -> None:
         """Give up what is left of the last connection and start a new one."""
         self._redial_at = None
-        while (message := self._receive()) is not None:  # at most RECEIVE_QUEUE_MESSAGES
+        while (message := self._receive()) is not None:
             self._inbox.append(message)
         self._socket.disconnect(self._address)
         self._socket.connect(self._address)

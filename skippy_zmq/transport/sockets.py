@@ -20,8 +20,10 @@ from skippy_zmq.wire.limits import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES
 MAX_FRAME_BYTES = max(MAX_PAYLOAD_BYTES, MAX_HEADER_BYTES)
 # Messages queued towards one peer; credit keeps the real number far below, so reaching it means a reader that stopped.
 SEND_QUEUE_MESSAGES = 1000
-# Messages held for us per peer; small, since it times the frame limit bounds what one peer can make us store.
-RECEIVE_QUEUE_MESSAGES = 64
+# Messages held for a server per peer: a peer that floods is not read any more. See ``_heartbeats`` for why it is not
+# smaller, and why links have no such limit.
+RECEIVE_QUEUE_MESSAGES = 1000
+_UNLIMITED = 0
 
 HEARTBEAT_INTERVAL_MS = 2_000
 # A heartbeat waits behind a frame on its way: the largest usual payload must pass a slow network within this time.
@@ -45,7 +47,10 @@ Socket = zmq.Socket[bytes]
 
 @dataclass(frozen=True, slots=True)
 class SocketLimits:
-    """Limits of every socket of a factory: bytes per frame; messages queued per peer, each way."""
+    """Limits of every socket of a factory: bytes per frame; messages queued per peer towards it, and from it.
+
+    ``receive_messages`` is for servers; a link takes what the stage it asked sends.
+    """
 
     frame_bytes: int = MAX_FRAME_BYTES
     send_messages: int = SEND_QUEUE_MESSAGES
@@ -131,6 +136,7 @@ class SocketFactory:
         socket = self._socket(zmq.ROUTER, target.ipv6)
         try:
             # Messages to nobody are an error, and a peer that comes back under its id replaces its dead connection.
+            socket.setsockopt(zmq.RCVHWM, self.limits.receive_messages)
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
             socket.setsockopt(zmq.BACKLOG, LISTEN_BACKLOG)
@@ -164,6 +170,8 @@ class SocketFactory:
             raise OptionError(f"routing id {identity!r}: wanted 1 to {_MAX_ROUTING_ID_BYTES} bytes, the first not zero")
         key = check_public_key(server_key, f"key of {target.endpoint}") if server_key is not None else None
         socket = self._socket(zmq.DEALER, target.ipv6)
+        for option, value in _heartbeats().items():
+            socket.setsockopt(option, value)
         socket.setsockopt(zmq.ROUTING_ID, identity)
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_NEVER_MS)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
@@ -178,8 +186,6 @@ class SocketFactory:
         self._n_monitors += 1
         address = f"inproc://skippy.monitor.{self._n_monitors}"
         pair = self._socket(zmq.PAIR, ipv6=False)
-        # libzmq's I/O thread would block on a full monitor, and with it every connection of the process.
-        pair.setsockopt(zmq.RCVHWM, 0)
         socket.monitor(address, events)
         pair.connect(address)
         return pair
@@ -228,11 +234,9 @@ class SocketFactory:
         options = {
             zmq.LINGER: 0,
             zmq.SNDHWM: self.limits.send_messages,
-            zmq.RCVHWM: self.limits.receive_messages,
+            # A full queue is no help to a link (``_heartbeats``), and would block libzmq's I/O thread behind a monitor.
+            zmq.RCVHWM: _UNLIMITED,
             zmq.MAXMSGSIZE: self.limits.frame_bytes,
-            zmq.HEARTBEAT_IVL: HEARTBEAT_INTERVAL_MS,
-            zmq.HEARTBEAT_TIMEOUT: HEARTBEAT_TIMEOUT_MS,
-            zmq.HEARTBEAT_TTL: HEARTBEAT_TIMEOUT_MS,
             zmq.HANDSHAKE_IVL: HANDSHAKE_TIMEOUT_MS,
             zmq.TCP_KEEPALIVE: 1,
             zmq.TCP_KEEPALIVE_IDLE: KEEPALIVE_IDLE_S,
@@ -243,6 +247,20 @@ class SocketFactory:
         for option, value in options.items():
             socket.setsockopt(option, value)
         return socket
+
+
+def _heartbeats() -> dict[int, int]:
+    """Options for links alone; the time to live that a link sends along makes the server watch it as well.
+
+    libzmq (4.3.5, zeromq/libzmq#4364) aborts the process when a heartbeat is due on a connection that is lost while its
+    receive queue is full, or taken over by another under the same id. So a server beats not, a link's queue is never
+    full, and a server's is long enough not to be, since it also aborts on a heartbeat left unread there.
+    """
+    return {
+        zmq.HEARTBEAT_IVL: HEARTBEAT_INTERVAL_MS,
+        zmq.HEARTBEAT_TIMEOUT: HEARTBEAT_TIMEOUT_MS,
+        zmq.HEARTBEAT_TTL: HEARTBEAT_TIMEOUT_MS,
+    }
 
 
 def last_endpoint(socket: Socket) -> str:
