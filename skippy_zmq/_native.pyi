@@ -107,6 +107,15 @@ class StageContext:
 
     def logits(self, row: int) -> numpy.typing.NDArray[numpy.float32]: ...
 
+    def pretend(self, lane: int, n_rows: int) -> None:
+        """Let a lane hold more tokens, with made-up contents."""
+
+    def trial(self, first_lane: int, n_lanes: int) -> list[dict[tuple[str, int], bytes]]:
+        """Run a row on each of some neighbouring lanes; the bits of each."""
+
+    def forget_trials(self) -> None:
+        """Empty every lane and leave no trace of trials."""
+
     def memory(self) -> tuple[int, int, int]: ...
 
 class GrammarError(ValueError):

@@ -103,6 +103,7 @@ def test_other_models(field: str, value: object, label: str) -> None:
         ("cache_type_v", "f32", "--cache-type-v"),
         ("flash_attn", "off", "--flash-attn"),
         ("swa_full", False, "--swa-full"),
+        ("reproducible", True, "--reproducible"),
     ],
 )
 def test_other_settings(field: str, value: object, label: str) -> None:

@@ -43,6 +43,7 @@ SETTINGS: dict[str, tuple[list[str], Any, Any]] = {
     "cache_type_k": (["-ctk", "q8_0"], "q8_0", "q8_0"),
     "cache_type_v": (["-ctv", "bf16"], "bf16", "bf16"),
     "flash_attn": (["-fa", "auto"], "auto", "auto"),
+    "reproducible": (["--reproducible"], True, True),
     "swa_full": (["--no-swa-full"], False, False),
     "kv_offload": (["--no-kv-offload"], False, False),
     "op_offload": (["--no-op-offload"], False, False),

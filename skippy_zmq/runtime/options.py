@@ -51,6 +51,11 @@ class StageOptions(BaseModel):
     flash_attn: Literal["on", "off", "auto"] = Field(
         "on", description="flash attention; without it the bits of a session depend on its neighbours more often"
     )
+    reproducible: bool = Field(
+        False,
+        description="keep a session's bits independent of what else runs, at some cost: a lone row gets one thread, "
+        "batches stay within the sizes that are bit for bit alike",
+    )
     swa_full: bool = Field(
         True, description="full-size cache for sliding-window layers; without it lanes cannot be trimmed"
     )
@@ -133,9 +138,17 @@ class StageOptions(BaseModel):
             if not 1 <= size <= self.ubatch_size:
                 raise ValueError(f"chunk_sizes: wanted 1 to {self.ubatch_size} (ubatch_size), got {size}")
 
+        if self.reproducible and self.flash_attn != "on":
+            raise ValueError(
+                f"reproducible needs flash_attn on, got {self.flash_attn}: without it bits follow the batch"
+            )
+        if self.reproducible and not self.swa_full:
+            raise ValueError("reproducible needs swa_full: a rolling window loses cells, so bits follow the history")
+
     @property
     def decode_threads(self) -> int:
-        return self.threads
+        """Threads for a lone row; more than one would share its cells out, which a row beside others is spared."""
+        return 1 if self.reproducible else self.threads
 
     @property
     def prefill_threads(self) -> int:

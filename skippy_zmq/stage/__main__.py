@@ -19,7 +19,7 @@ os.environ.setdefault("GGML_NO_BACKTRACE", "1")
 
 from skippy_zmq.errors import OptionError, SkippyError
 from skippy_zmq.stage.config import StageConfig, check_role, parse_config
-from skippy_zmq.stage.facts import check_certified, ready_line, stage_facts
+from skippy_zmq.stage.facts import check_certified, check_reproducible, ready_line, stage_facts
 
 if TYPE_CHECKING:
     from skippy_zmq.transport import Endpoint, Security
@@ -51,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _serve(config: StageConfig) -> None:
+    from skippy_zmq.runtime.row_class_cache import stage_row_class
     from skippy_zmq.runtime.stage_model import StageModel  # loads llama.cpp
     from skippy_zmq.sources.gguf_model import open_model
     from skippy_zmq.stage.engine import Stage
@@ -78,7 +79,11 @@ def _serve(config: StageConfig) -> None:
         stage_id = routing_id(config.name, boot_nonce())
         with _progress(config) as progress:
             model = StageModel(source, config.layers, config.options, progress=progress)
-        facts = stage_facts(model, source.identity(), stage_id.decode(), endpoint)
+        identity = source.identity()
+        rows = stage_row_class(model, identity, config.row_class_seconds)
+        log.info("%s", rows)
+        check_reproducible(rows, config.options)
+        facts = stage_facts(model, identity, stage_id.decode(), endpoint, rows)
         links = {}
         for name, key in (("next", config.next_key), ("first", config.first_key)):
             address = getattr(config, name)

@@ -13,6 +13,7 @@ from skippy_zmq.topology import LayerRange
 
 DEFAULT_BIND = "tcp://127.0.0.1:7700"
 DEFAULT_DRAIN_SECONDS = 10.0
+DEFAULT_ROW_CLASS_SECONDS = 1.0
 _MAX_NAME_LENGTH = 100  # with the nonce that follows it, a name has to fit the wire's MAX_NAME_BYTES
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -45,6 +46,7 @@ class StageConfig:
     next_key: str | None
     first_key: str | None
     drain_seconds: float
+    row_class_seconds: float
     exit_with_stdin: bool
     progress: bool
     log_level: str
@@ -102,6 +104,13 @@ def parse_config(argv: list[str] | None = None) -> StageConfig:
         help=f"how long SIGTERM lets running requests finish (default: {DEFAULT_DRAIN_SECONDS:g})",
     )
     parser.add_argument(
+        "--row-class-seconds",
+        type=float,
+        metavar="S",
+        help="time to measure which sizes of a decode batch give a row the same bits; what was found is kept for later "
+        f"starts, and 0 measures nothing (default: {DEFAULT_ROW_CLASS_SECONDS:g})",
+    )
+    parser.add_argument(
         "--progress", action=argparse.BooleanOptionalAction, default=None, help="progress bar on a terminal"
     )
     parser.add_argument("--log-level", choices=_LOG_LEVELS, help="default: info")
@@ -109,7 +118,7 @@ def parse_config(argv: list[str] | None = None) -> StageConfig:
     arguments = parser.parse_args(argv)
 
     file = read_config(arguments.config) if arguments.config else {}
-    own = {*_TEXT_KEYS, *_FLAG_KEYS, "drain_seconds", "progress", "log_level"}
+    own = {*_TEXT_KEYS, *_FLAG_KEYS, "drain_seconds", "row_class_seconds", "progress", "log_level"}
     unknown = sorted(set(file) - own - set(StageOptions.model_fields))
     if unknown:
         raise OptionError(f"config file {arguments.config}: no such option: {', '.join(unknown)}")
@@ -123,11 +132,8 @@ def parse_config(argv: list[str] | None = None) -> StageConfig:
     if not values["model"] or not values["layers"]:
         raise OptionError("--model and --layers are needed (see --help)")
     layers = LayerRange.parse(values["layers"])
-    drain = values["drain_seconds"]
-    if drain is None:
-        drain = DEFAULT_DRAIN_SECONDS
-    if isinstance(drain, bool) or not isinstance(drain, int | float) or not 0 <= drain <= 3600:
-        raise OptionError(f"drain_seconds: wanted 0 to 3600, got {drain!r}")
+    drain = _seconds("drain_seconds", values["drain_seconds"], DEFAULT_DRAIN_SECONDS)
+    row_class = _seconds("row_class_seconds", values["row_class_seconds"], DEFAULT_ROW_CLASS_SECONDS)
     level = values["log_level"] or "info"
     if level not in _LOG_LEVELS:
         raise OptionError(f"log_level: wanted one of {', '.join(_LOG_LEVELS)}, got {level!r}")
@@ -155,11 +161,19 @@ def parse_config(argv: list[str] | None = None) -> StageConfig:
         curve_allow=path("curve_allow"),
         next_key=values["next_key"],
         first_key=values["first_key"],
-        drain_seconds=float(drain),
+        drain_seconds=drain,
+        row_class_seconds=row_class,
         exit_with_stdin=bool(values["exit_with_stdin"]),
         progress=values["progress"] is not False,
         log_level=level,
     )
+
+
+def _seconds(name: str, value: object, default: float) -> float:
+    seconds = default if value is None else value
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= 3600:
+        raise OptionError(f"{name}: wanted 0 to 3600, got {seconds!r}")
+    return float(seconds)
 
 
 def check_role(config: StageConfig, n_layers: int) -> None:

@@ -8,10 +8,14 @@ from importlib import resources
 from typing import Any
 
 from skippy_zmq.errors import ModelFileError, OptionError
+from skippy_zmq.runtime.options import StageOptions
+from skippy_zmq.runtime.row_class import RowClass
 from skippy_zmq.runtime.stage_model import LLAMA_CPP_BUILD, StageModel
 from skippy_zmq.sources.gguf_model import GgufModel
 from skippy_zmq.wire.limits import MAX_PAYLOAD_BYTES
 from skippy_zmq.wire.messages import StageFacts
+
+ONE_ROW = RowClass()  # of a stage that did not measure
 
 
 def architecture_name(source: GgufModel) -> str:
@@ -36,7 +40,17 @@ def check_certified(source: GgufModel, *, uncertified: bool) -> None:
         )
 
 
-def stage_facts(model: StageModel, identity: str, stage: str, endpoint: str) -> StageFacts:
+def check_reproducible(rows: RowClass, options: StageOptions) -> None:
+    """Raise OptionError for ``--reproducible`` where a lone row, which cannot be avoided, has bits of its own."""
+    if options.reproducible and rows.low > 1:
+        raise OptionError(
+            f"--reproducible: a row computed alone has other bits here than in a batch of {rows.low} to {rows.high}, "
+            "and rows alone cannot be avoided. Wanted a model without f32, f16 and bf16 matrices, which have kernels "
+            "of their own for it, or --lanes 1"
+        )
+
+
+def stage_facts(model: StageModel, identity: str, stage: str, endpoint: str, rows: RowClass = ONE_ROW) -> StageFacts:
     """Facts of an opened model. ``stage``: name and boot nonce; ``endpoint``: how others reach it."""
     context, options, memory = model.native_context, model.options, model.memory()
     for spec in (*model.wanted, *model.offered):
@@ -70,6 +84,9 @@ def stage_facts(model: StageModel, identity: str, stage: str, endpoint: str) -> 
         kv_bytes=memory.kv,
         compute_bytes=memory.compute,
         threads=options.threads,
+        row_class_low=rows.low,
+        row_class_high=rows.high,
+        reproducible=options.reproducible,
     )
 
 

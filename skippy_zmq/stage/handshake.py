@@ -18,6 +18,7 @@ _SETTINGS = (
     ("cache_type_v", "--cache-type-v"),
     ("flash_attn", "--flash-attn"),
     ("swa_full", "--swa-full"),
+    ("reproducible", "--reproducible"),
 )
 
 

@@ -267,6 +267,35 @@ void bind_context(nb::module_ &m) {
                 return array_of(self.logits(row), static_cast<size_t>(llama_vocab_n_tokens(self.model().vocab())));
             },
             "row"_a, nb::sig("def logits(self, row: int) -> numpy.typing.NDArray[numpy.float32]"))
+        .def(
+            "pretend",
+            [](StageContext &self, int lane, int n_rows) {
+                const nb::gil_scoped_release no_gil;
+                self.pretend({lane, self.position(lane), n_rows});
+            },
+            "lane"_a, "n_rows"_a, "Let a lane hold more tokens, with made-up contents.")
+        .def(
+            "trial",
+            [](StageContext &self, int first_lane, int n_lanes) {
+                std::vector<RowBits> rows;
+                {
+                    const nb::gil_scoped_release no_gil;
+                    rows = self.trial(first_lane, n_lanes);
+                }
+                nb::list result;
+                for (const RowBits &row : rows) {
+                    nb::dict bits;
+                    for (const auto &[key, bytes] : row) {
+                        bits[nb::make_tuple(key.first, key.second)] = nb::bytes(bytes.data(), bytes.size());
+                    }
+                    result.append(std::move(bits));
+                }
+                return result;
+            },
+            nb::sig("def trial(self, first_lane: int, n_lanes: int) -> list[dict[tuple[str, int], bytes]]"),
+            "first_lane"_a, "n_lanes"_a, "Run a row on each of some neighbouring lanes; the bits of each.")
+        .def("forget_trials", &StageContext::forget_trials, nb::call_guard<nb::gil_scoped_release>(),
+             "Empty every lane and leave no trace of trials.")
         .def("memory", [](const StageContext &self) {
             const StageContext::Memory memory = self.memory();
             return std::make_tuple(memory.weights, memory.kv, memory.compute);

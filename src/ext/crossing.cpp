@@ -1,5 +1,7 @@
 #include "crossing.h"
 
+#include "trial_cache.h"
+
 #include <algorithm>
 #include <cstring>
 
@@ -21,9 +23,18 @@ void Crossing::begin(std::vector<ArrivedTensor> arrived, const std::vector<Cross
     mode_ = Mode::running;
 }
 
+void Crossing::begin_made_up(std::map<CrossingKey, uint64_t> row_bytes, uint64_t first_row,
+                             const std::vector<CrossingKey> *wanted_downstream) {
+    begin({}, wanted_downstream);
+    made_up_row_bytes_ = std::move(row_bytes);
+    made_up_first_row_ = first_row;
+    mode_ = Mode::made_up;
+}
+
 void Crossing::end() {
     mode_ = Mode::idle;
     arrived_.clear();
+    made_up_row_bytes_.clear();
     wanted_downstream_ = nullptr;
     asked_index_.clear();
     leaving_index_.clear();
@@ -88,6 +99,10 @@ void Crossing::fetch(const ggml_tensor *tensor, void *data, size_t offset, size_
         std::memset(data, 0, size);
         return;
     }
+    if (mode_ == Mode::made_up) {
+        make_up(asked, data, offset, size);
+        return;
+    }
     const auto found =
         std::find_if(arrived_.begin(), arrived_.end(), [&](const ArrivedTensor &a) { return a.info.key == asked.key; });
     if (found == arrived_.end()) {
@@ -102,6 +117,19 @@ void Crossing::fetch(const ggml_tensor *tensor, void *data, size_t offset, size_
         return;
     }
     std::memcpy(data, found->data + offset, size);
+}
+
+void Crossing::make_up(const CrossingTensor &asked, void *data, size_t offset, size_t size) {
+    const auto row_bytes = made_up_row_bytes_.find(asked.key);
+    const bool in_rows =
+        row_bytes != made_up_row_bytes_.end() && row_bytes->second != 0 && asked.nbytes % row_bytes->second == 0;
+    const size_t length = in_rows ? row_bytes->second : asked.nbytes;
+    const size_t n_values = length / ggml_type_size(asked.type) * static_cast<size_t>(ggml_blck_size(asked.type));
+    std::vector<uint8_t> values(asked.nbytes);
+    for (size_t row = 0; row * length < asked.nbytes; ++row) {
+        write_made_up(asked.type, values.data() + row * length, n_values, in_rows ? made_up_first_row_ + row : 0);
+    }
+    std::memcpy(data, values.data() + offset, std::min(size, asked.nbytes - std::min(offset, asked.nbytes)));
 }
 
 void Crossing::store(const ggml_tensor *tensor, const void *data, size_t offset, size_t size) {
@@ -125,7 +153,7 @@ void Crossing::store(const ggml_tensor *tensor, const void *data, size_t offset,
         seen = leaving_index_.emplace(tensor, keep ? static_cast<long>(leaving_.size()) : not_wanted).first;
         if (keep) {
             LeavingTensor leaving{describe(tensor, std::move(key)), nullptr};
-            if (mode_ == Mode::running) {
+            if (mode_ != Mode::recording) {
                 leaving.data.reset(new uint8_t[leaving.info.nbytes]);
             }
             leaving_.push_back(std::move(leaving));
@@ -133,7 +161,7 @@ void Crossing::store(const ggml_tensor *tensor, const void *data, size_t offset,
     } else if (offset == 0) { // llama.cpp split the micro-batch after all: the first one's bytes would be lost
         fail("tensor '" + original_name(tensor->name) + "' left twice in one micro-batch");
     }
-    if (seen->second != not_wanted && mode_ == Mode::running) {
+    if (seen->second != not_wanted && mode_ != Mode::recording) {
         std::memcpy(leaving_[static_cast<size_t>(seen->second)].data.get() + offset, data, size);
     }
 }

@@ -43,6 +43,10 @@ class Crossing {
     void begin_recording();
     // A real run serves `arrived` and keeps the bytes of the tensors named in `wanted_downstream`.
     void begin(std::vector<ArrivedTensor> arrived, const std::vector<CrossingKey> *wanted_downstream);
+    // A trial run: what is asked for reads as made-up values, for each row (of `row_bytes`; 0: not in rows) others. The
+    // first one's are those of `first_row`.
+    void begin_made_up(std::map<CrossingKey, uint64_t> row_bytes, uint64_t first_row,
+                       const std::vector<CrossingKey> *wanted_downstream);
     // Outside of begin..end the device neither serves nor keeps anything (loading, state export).
     void end();
 
@@ -59,7 +63,8 @@ class Crossing {
     const std::string &fault();
 
   private:
-    enum class Mode { idle, recording, running };
+    enum class Mode { idle, recording, made_up, running };
+    void make_up(const CrossingTensor &asked, void *data, size_t offset, size_t size);
     static std::string original_name(const char *name);
     static CrossingTensor describe(const ggml_tensor *tensor, CrossingKey key);
     void fail(std::string what);
@@ -69,6 +74,8 @@ class Crossing {
     std::string fault_;
     std::string weight_in_transit_;
     std::vector<ArrivedTensor> arrived_;
+    std::map<CrossingKey, uint64_t> made_up_row_bytes_;
+    uint64_t made_up_first_row_ = 0;
     const std::vector<CrossingKey> *wanted_downstream_ = nullptr;
     std::vector<CrossingTensor> asked_;
     std::vector<LeavingTensor> leaving_;

@@ -15,7 +15,14 @@ int noting = 0;
 thread_local std::vector<ggml_backend_t> *made = nullptr;
 thread_local std::vector<ggml_backend_t> made_here;
 
-ggml_status compute_nothing(ggml_backend_t, ggml_cgraph *) { return GGML_STATUS_SUCCESS; }
+thread_local SkippedCompute::Visit visit_instead;
+
+ggml_status compute_nothing(ggml_backend_t, ggml_cgraph *graph) {
+    if (visit_instead) {
+        visit_instead(graph);
+    }
+    return GGML_STATUS_SUCCESS;
+}
 
 } // namespace
 
@@ -51,6 +58,10 @@ void SkippedCompute::stop_noting() {
     }
     noting_ = false;
     made = nullptr;
+    for (ggml_backend_t backend : made_here) {
+        backends_.emplace_back(backend, backend->iface.graph_compute);
+    }
+    made_here.clear();
     const std::lock_guard lock(devices);
     if (--noting == 0) {
         for (const auto &[device, init] : usual_init) {
@@ -59,20 +70,25 @@ void SkippedCompute::stop_noting() {
     }
 }
 
-void SkippedCompute::skip() {
+void SkippedCompute::skip(Visit visit) {
     stop_noting();
-    for (ggml_backend_t backend : made_here) {
-        backends_.emplace_back(backend, backend->iface.graph_compute);
+    visit_instead = std::move(visit);
+    skipping_ = true;
+    for (const auto &[backend, compute] : backends_) {
         backend->iface.graph_compute = compute_nothing;
     }
 }
 
 void SkippedCompute::restore() {
     stop_noting();
+    if (!skipping_) { // the context may be gone
+        return;
+    }
+    skipping_ = false;
+    visit_instead = nullptr;
     for (const auto &[backend, compute] : backends_) {
         backend->iface.graph_compute = compute;
     }
-    backends_.clear();
 }
 
 SkippedCompute::~SkippedCompute() { restore(); }

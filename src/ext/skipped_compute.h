@@ -1,9 +1,10 @@
-// For dry runs: while one lives, the back ends that a context was made with compute nothing, so that a graph is built,
+// For dry runs: while it skips, the back ends that a context was made with compute nothing, so that a graph is built,
 // cut and its crossing tensors copied without the time a real run takes. Values are then meaningless.
 #pragma once
 
 #include "ggml_device_abi.h"
 
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -11,21 +12,25 @@ namespace skippy {
 
 class SkippedCompute {
   public:
-    // Notes every back end that this thread makes until `skip`. Contexts made by other threads are left alone.
+    using Visit = std::function<void(ggml_cgraph *)>;
+
+    // Notes every back end that this thread makes until `stop_noting`. Contexts made by other threads are left alone.
     SkippedCompute();
     ~SkippedCompute();
     SkippedCompute(const SkippedCompute &) = delete;
     SkippedCompute &operator=(const SkippedCompute &) = delete;
 
-    void skip();
+    void stop_noting();
+    // From now on every graph is handed to `visit` instead of being computed, until `restore`. For the thread that
+    // runs the context.
+    void skip(Visit visit = nullptr);
     // Before the context is freed, and at the end.
     void restore();
 
   private:
     static ggml_backend_t init_and_note(ggml_backend_dev_t device, const char *params);
-    void stop_noting();
 
-    bool noting_ = true;
+    bool noting_ = true, skipping_ = false;
     using Compute = ggml_status (*)(ggml_backend_t, ggml_cgraph *);
     std::vector<std::pair<ggml_backend_t, Compute>> backends_;
 };

@@ -2,7 +2,6 @@
 
 #include "llama_ext_abi.h"
 #include "native_guard.h"
-#include "skipped_compute.h"
 
 #include <algorithm>
 #include <array>
@@ -26,21 +25,10 @@ ggml_type cache_type(const std::string &name) {
                              "': wanted f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0 or q5_1");
 }
 
-// Marks the context as in use for one call; a second caller is refused instead of racing.
-class InUse {
-  public:
-    explicit InUse(std::atomic<bool> &flag) : flag_(flag) {
-        if (flag_.exchange(true)) {
-            throw std::runtime_error("the stage is already running a batch on another thread");
-        }
-    }
-    ~InUse() { flag_.store(false); }
-    InUse(const InUse &) = delete;
-    InUse &operator=(const InUse &) = delete;
-
-  private:
-    std::atomic<bool> &flag_;
-};
+bool can_forget_parts(const StageModel &model, const ContextOptions &options) {
+    const bool rolling_window = llama_model_n_swa(model.model()) > 0 && !options.swa_full;
+    return !llama_model_is_recurrent(model.model()) && !llama_model_is_hybrid(model.model()) && !rolling_window;
+}
 
 std::string lane_text(const LaneRows &rows) {
     return "lane " + std::to_string(rows.lane) + " at position " + std::to_string(rows.position);
@@ -48,7 +36,9 @@ std::string lane_text(const LaneRows &rows) {
 
 } // namespace
 
-StageContext::StageContext(StageModel &model, const ContextOptions &options) : model_(model), options_(options) {
+StageContext::StageContext(StageModel &model, const ContextOptions &options)
+    : model_(model), options_(options), trial_cache_(options.flash_attn == 1 && can_forget_parts(model, options)),
+      can_trim_(can_forget_parts(model, options)) {
     if (options.lanes < 1 || options.n_ctx < 0 || options.n_batch < 1 || options.n_ubatch < 1 || options.threads < 1 ||
         options.threads_batch < 1 || (options.max_outputs != 0 && options.max_outputs < options.lanes)) {
         throw std::runtime_error("lanes, batch sizes and threads must be at least 1, outputs as many as lanes");
@@ -83,24 +73,24 @@ StageContext::StageContext(StageModel &model, const ContextOptions &options) : m
 
     install_callbacks();
     const NativeGuard guard;
-    SkippedCompute skipped;
     context_ = llama_init_from_model(model.model(), params);
     if (context_ == nullptr) {
         throw std::runtime_error(NativeGuard::error_text("llama.cpp could not create the context"));
     }
-    const bool rolling_window = llama_model_n_swa(model.model()) > 0 && !options.swa_full;
-    can_trim_ = !llama_model_is_recurrent(model.model()) && !llama_model_is_hybrid(model.model()) && !rolling_window;
+    skipped_.stop_noting();
     positions_.assign(static_cast<size_t>(options.lanes), 0);
     try {
-        if (!model.has_gpu_layers()) { // a GPU's scheduling looks at values (which experts are used), so they must be
-                                       // real
-            skipped.skip();
-        }
+        const Skipping skipping(*this);
         find_crossing();
     } catch (...) {
-        skipped.restore();
         llama_free(context_);
         throw;
+    }
+}
+
+StageContext::Skipping::Skipping(StageContext &context, SkippedCompute::Visit visit) : skipped_(context.skipped_) {
+    if (!context.model_.has_gpu_layers()) {
+        skipped_.skip(std::move(visit));
     }
 }
 

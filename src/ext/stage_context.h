@@ -2,10 +2,14 @@
 #pragma once
 
 #include "crossing.h"
+#include "skipped_compute.h"
 #include "stage_model.h"
+#include "trial_cache.h"
 
 #include <atomic>
 #include <cstdint>
+#include <map>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -52,6 +56,26 @@ struct MicroBatch {
     int first_row, n_rows;
 };
 
+// Marks the context as in use for one call; a second caller is refused instead of racing.
+class InUse {
+  public:
+    explicit InUse(std::atomic<bool> &flag) : flag_(flag) {
+        if (flag_.exchange(true)) {
+            throw std::runtime_error("the stage is already running a batch on another thread");
+        }
+    }
+    ~InUse() { flag_.store(false); }
+    InUse(const InUse &) = delete;
+    InUse &operator=(const InUse &) = delete;
+
+  private:
+    std::atomic<bool> &flag_;
+};
+
+// One row of what a stage gives: of each tensor of floats that it offers downstream, or its logits and what they are
+// made of ("logits" and "norm", 0).
+using RowBits = std::map<CrossingKey, std::vector<uint8_t>>;
+
 class StageContext {
   public:
     // Throws std::runtime_error (one line) where llama.cpp refuses.
@@ -92,6 +116,17 @@ class StageContext {
     llama_context *handle() const { return context_; }
     StageModel &model() const { return model_; }
 
+    // ---- trials: what bits does a row get, beside how many others? All lanes must be empty before and are afterwards.
+
+    // Lets a lane hold `n_rows` more tokens with made-up contents, at once: on the CPU nothing is computed for them.
+    void pretend(const LaneRows &rows);
+    // Runs one row on each of the lanes first..first+n_lanes-1, at the end of what it holds: always the same row on the
+    // same lane, with made-up tensors from upstream. Afterwards the lanes hold what they held (where the model cannot
+    // be trimmed: one token more, and contents that no trial should see again).
+    std::vector<RowBits> trial(int first_lane, int n_lanes);
+    // Empties every lane and leaves no trace of trials.
+    void forget_trials();
+
     struct Memory {
         uint64_t weights, kv, compute; // bytes in this stage's own buffers
     };
@@ -107,12 +142,28 @@ class StageContext {
     void restore(const std::vector<LaneRows> &rows);
     void find_crossing();
     void dry_run(int lanes, int rows_per_lane);
+    // Skips computing while it lives, except on GPUs, whose scheduling looks at values (which experts are used).
+    class Skipping {
+      public:
+        explicit Skipping(StageContext &context, SkippedCompute::Visit visit = nullptr);
+        ~Skipping() { skipped_.restore(); }
+        Skipping(const Skipping &) = delete;
+        Skipping &operator=(const Skipping &) = delete;
+
+      private:
+        SkippedCompute &skipped_;
+    };
+    void decode_trial(const std::vector<LaneRows> &rows, const std::vector<int32_t> &outputs);
+    std::map<CrossingKey, uint64_t> made_up_row_bytes() const;
+    std::vector<RowBits> rows_of(const std::vector<LeavingTensor> &leaving, size_t n_rows, bool with_embeddings) const;
 
     StageModel &model_;
     ContextOptions options_;
+    SkippedCompute skipped_;
+    TrialCache trial_cache_;
     llama_context *context_ = nullptr;
     int n_ctx_ = 0, n_vocab_ = 0;
-    bool can_trim_ = true;
+    const bool can_trim_;
     std::vector<int> positions_; // per lane: tokens held
     std::vector<CrossingSpec> wanted_, offered_;
     std::vector<CrossingKey> served_;
