@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from skippy_zmq.schedule.chunks import fixed_chunks
 from skippy_zmq.schedule.lanes import LaneTable
 from skippy_zmq.schedule.scheduler import Batch, Scheduler
 
 
 @given(st.integers(1, 9), st.lists(st.integers(-1, 8), max_size=60))
-def test_a_lane_belongs_to_one_at_a_time(n_lanes: int, steps: list[int]) -> None:
+def test_a_lane_belongs_to_one_at_a_time_the_lowest_first(n_lanes: int, steps: list[int]) -> None:
     table = LaneTable(n_lanes)
     used: set[int] = set()
     for step in steps:
@@ -31,19 +31,33 @@ def test_a_lane_belongs_to_one_at_a_time(n_lanes: int, steps: list[int]) -> None
         assert (table.busy, table.free) == (len(used), n_lanes - len(used))
 
 
-def _run(scheduler: Scheduler) -> Batch:
-    """The next batch, done at once; its sessions get the token that follows."""
-    batch = scheduler.next_batch()
-    assert batch is not None
+def _done(scheduler: Scheduler, batch: Batch) -> None:
+    """The batch is back; its sessions get the token that follows."""
     assert scheduler.batch_done(batch.number)
     for rows in batch.rows:
         if rows.sample:
             scheduler.feed(rows.session, rows.position + rows.n_rows, 7)
+
+
+def _run(scheduler: Scheduler) -> Batch:
+    """The next batch, done at once."""
+    batch = scheduler.next_batch()
+    assert batch is not None
+    _done(scheduler, batch)
     return batch
 
 
+def _decoding(scheduler: Scheduler, *names: str) -> None:
+    """Start sessions and let their prompts run."""
+    for name in names:
+        scheduler.start(name, (1,))
+    to_come = set(names)
+    while to_come:
+        to_come -= {rows.session for rows in _run(scheduler).rows}
+
+
 def test_no_lane_is_left() -> None:
-    scheduler = Scheduler(2, 8, 2)
+    scheduler = Scheduler(2, 8, fixed_chunks(8))
     assert [scheduler.start(name, (1,)) for name in "abc"] == [0, 1, None]
     assert scheduler.finish("a") == 0
     assert scheduler.start("c", (1,)) == 0
@@ -52,7 +66,7 @@ def test_no_lane_is_left() -> None:
 
 
 def test_a_session_starts_once_and_with_a_prompt() -> None:
-    scheduler = Scheduler(2, 8, 2)
+    scheduler = Scheduler(2, 8, fixed_chunks(8))
     scheduler.start("a", (1,))
     with pytest.raises(ValueError, match="session a is known already"):
         scheduler.start("a", (1,))
@@ -62,7 +76,7 @@ def test_a_session_starts_once_and_with_a_prompt() -> None:
 
 
 def test_a_token_for_another_position_is_refused() -> None:
-    scheduler = Scheduler(1, 8, 2)
+    scheduler = Scheduler(1, 8, fixed_chunks(8))
     scheduler.start("a", (1, 2, 3))
     with pytest.raises(ValueError, match="session a: token for position 1"):
         scheduler.feed("a", 1, 9)  # its prompt has not run
@@ -76,28 +90,80 @@ def test_a_token_for_another_position_is_refused() -> None:
 
 
 @given(st.integers(1, 100), st.integers(1, 20), st.integers(0, 3))
-def test_chunks_depend_on_the_prompt_alone(n_tokens: int, max_rows: int, n_others: int) -> None:
-    scheduler = Scheduler(4, max_rows, 1)
+def test_chunks_of_given_sizes_depend_on_the_prompt_alone(n_tokens: int, n_rows: int, n_others: int) -> None:
+    scheduler = Scheduler(4, 20, fixed_chunks(n_rows))
     for other in range(n_others):
         scheduler.start(f"other {other}", range(1, 7 * other + 2))
     scheduler.start("mine", range(n_tokens))
     chunks: list[int] = []
     while sum(chunks) < n_tokens:
         chunks += [rows.n_rows for rows in _run(scheduler).rows if rows.session == "mine"]
-    whole, rest = divmod(n_tokens, max_rows)
-    assert chunks == [max_rows] * whole + [rest] * bool(rest)
+    whole, rest = divmod(n_tokens, n_rows)
+    assert chunks == [n_rows] * whole + [rest] * bool(rest)
 
 
 def test_decode_and_prefill_take_turns() -> None:
-    scheduler = Scheduler(3, 4, 1)
-    scheduler.start("short", (1,))
-    assert _run(scheduler).phase == "prefill"
+    scheduler = Scheduler(3, 4, fixed_chunks(4))
+    _decoding(scheduler, "short")
     scheduler.start("long", range(16))
-    assert [_run(scheduler).phase for _ in range(9)] == ["decode", "prefill"] * 4 + ["decode"]
+    assert [_run(scheduler).phase for _ in range(8)] == ["prefill", "decode"] * 4
+
+
+def test_every_decoding_lane_steps_between_two_chunks() -> None:
+    scheduler = Scheduler(4, 4, fixed_chunks(4), n_groups=2)
+    _decoding(scheduler, "a", "b", "c")
+    scheduler.start("long", range(16))
+    between: list[list[str]] = []
+    for _ in range(9):
+        batch = _run(scheduler)
+        if batch.phase == "prefill":
+            between.append([])
+        elif between:
+            between[-1] += [rows.session for rows in batch.rows]
+    assert [sorted(names) for names in between[:-1]] == [["a", "b", "c"]] * (len(between) - 1)
+    assert len(between) >= 3
+
+
+@pytest.mark.parametrize("n_stages", [1, 2, 3, 4, 8])
+def test_while_a_step_is_around_as_many_chunks_go_as_there_are_stages_behind(n_stages: int) -> None:
+    scheduler = Scheduler(2, 4, fixed_chunks(4), n_stages)
+    _decoding(scheduler, "a")
+    step = scheduler.next_batch()
+    assert step is not None
+    scheduler.start("long", range(400))
+    chunks = list(iter(scheduler.next_batch, None))
+    assert len(chunks) == max(1, n_stages - 1)
+    scheduler.batch_done(chunks[0].number)
+    _done(scheduler, step)
+    again = scheduler.next_batch()
+    assert again is not None
+    assert again.phase == "decode"
+    more = scheduler.next_batch()
+    assert more is not None
+    assert more.phase == "prefill"
+
+
+def test_links_hold_further_chunks_while_a_step_is_around() -> None:
+    scheduler = Scheduler(2, 4, fixed_chunks(4), 2)
+    _decoding(scheduler, "a")
+    for number in range(20):
+        scheduler.start(f"short {number}", range(4))
+        while (batch := scheduler.next_batch()) is not None:
+            took_us = 1000 if batch.phase == "prefill" else 0
+            scheduler.batch_done(batch.number, travel_us=3 * took_us, slowest_us=took_us)
+            if batch.rows[0].session == "a":
+                scheduler.feed("a", batch.rows[0].position + 1, 7)
+            else:
+                scheduler.finish(batch.rows[0].session)
+                break
+    while (step := scheduler.next_batch()) is None or step.phase != "decode":
+        pass
+    scheduler.start("long", range(400))
+    assert len(list(iter(scheduler.next_batch, None))) == 1 + 3
 
 
 def test_prompts_take_turns_chunk_by_chunk() -> None:
-    scheduler = Scheduler(3, 4, 99)
+    scheduler = Scheduler(3, 4, fixed_chunks(4), n_stages=3)
     scheduler.start("long", range(12))
     scheduler.start("other", range(6))
     batches = [scheduler.next_batch() for _ in range(5)]
@@ -107,56 +173,38 @@ def test_prompts_take_turns_chunk_by_chunk() -> None:
 
 @pytest.mark.parametrize("max_rows", [1, 2, 3])
 def test_more_lanes_than_rows_of_a_batch(max_rows: int) -> None:
-    scheduler = Scheduler(4, max_rows, 1)
-    for name in "abcd":
-        scheduler.start(name, (1,))
-    while [rows.session for rows in _run(scheduler).rows] != ["d"]:  # until the last prompt has run
-        pass
+    scheduler = Scheduler(4, max_rows, fixed_chunks(4))
+    _decoding(scheduler, *"abcd")
     steps = Counter(dict.fromkeys("abcd", 0))
     for _ in range(12):
-        steps.update(rows.session for rows in _run(scheduler).rows)
+        batch = _run(scheduler)
+        assert len(batch.rows) <= max_rows
+        steps.update(rows.session for rows in batch.rows)
     assert max(steps.values()) - min(steps.values()) <= 1
 
 
 def test_rows_of_a_decode_step_are_in_order_of_their_lanes() -> None:
-    scheduler = Scheduler(3, 8, 9)
+    scheduler = Scheduler(3, 8, fixed_chunks(8), 2, n_groups=1)
     for name in "abc":
         scheduler.start(name, (1,))
-    numbers = [batch.number for _ in range(3) if (batch := scheduler.next_batch())]
-    for name in "cab":
-        scheduler.feed(name, 1, 5)
-    for number in numbers:
-        scheduler.batch_done(number)
+    prompts = [batch for _ in range(3) if (batch := scheduler.next_batch())]
+    for batch in reversed(prompts):
+        _done(scheduler, batch)
     step = scheduler.next_batch()
     assert step is not None
     assert [(rows.session, rows.lane) for rows in step.rows] == [("a", 0), ("b", 1), ("c", 2)]
-    assert numbers == [0, 1, 2]
+    assert [batch.number for batch in prompts] == [0, 1, 2]
     assert step.number == 3
 
 
-def test_credit_that_is_used_up_shows_and_comes_back() -> None:
-    scheduler = Scheduler(2, 2, 2)
-    scheduler.start("a", range(6))
-    first, second = scheduler.next_batch(), scheduler.next_batch()
-    assert first is not None
-    assert second is not None
-    assert not scheduler.has_work
-    assert scheduler.next_batch() is None
-    assert scheduler.credit_waits == 1
-    assert scheduler.batch_done(first.number)
-    assert not scheduler.batch_done(first.number)
-    assert scheduler.has_work
-    assert scheduler.next_batch() is not None
-
-
 def test_a_broken_ring_leaves_nothing_behind() -> None:
-    scheduler = Scheduler(2, 2, 2)
+    scheduler = Scheduler(2, 2, fixed_chunks(2))
     scheduler.start("a", range(6))
     scheduler.start("b", range(3))
     before = scheduler.next_batch()
     assert before is not None
     assert sorted(scheduler.reset()) == ["a", "b"]
-    assert (scheduler.sessions, scheduler.in_flight, scheduler.lanes.busy) == (0, 0, 0)
+    assert (scheduler.sessions, scheduler.in_flight, scheduler.lanes.busy, scheduler.groups) == (0, 0, 0, 0)
     assert scheduler.next_batch() is None
     assert not scheduler.batch_done(before.number)
     scheduler.start("a", range(2))
@@ -167,157 +215,45 @@ def test_a_broken_ring_leaves_nothing_behind() -> None:
     assert after.rows[0].opens
 
 
-class Ring(RuleBasedStateMachine):
-    """A scheduler, a last stage that answers batches in order, and sessions that come and go at any time."""
-
-    MAX_ROWS, CREDIT, LANES, GROUPS = 3, 3, 4, 1
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scheduler = Scheduler(self.LANES, self.MAX_ROWS, self.CREDIT, self.GROUPS)
-        self.under_way: list[Batch] = []
-        self.expected: dict[str, list[int]] = {}  # every token of a live session, in order
-        self.ran: dict[str, list[int]] = defaultdict(list)
-        self.lane: dict[str, int] = {}
-        self.n_prompt: dict[str, int] = {}
-        self.waiting: dict[str, int] = {}  # session -> batches since it had something to run
-        self.started = 0
-        self.last_number = -1
-
-    @rule(n_tokens=st.integers(1, 11))
-    def start(self, n_tokens: int) -> None:
-        name = f"s{self.started}"
-        self.started += 1
-        prompt = [self.started * 100 + i for i in range(n_tokens)]
-        lane = self.scheduler.start(name, prompt)
-        if len(self.lane) == self.LANES:
-            assert lane is None
-            return
-        assert lane is not None
-        assert lane not in self.lane.values()
-        self.lane[name] = lane
-        self.expected[name] = prompt
-        self.n_prompt[name] = len(prompt)
-        self.waiting[name] = 0
-
-    @rule()
-    def next(self) -> None:
-        had_work = self.scheduler.has_work
-        batch = self.scheduler.next_batch()
-        assert (batch is not None) == had_work
-        if batch is None:
-            assert len(self.under_way) == self.CREDIT or not self._runnable()
-            return
-        assert batch.number == self.last_number + 1
-        self.last_number = batch.number
-        assert 1 <= len(batch.tokens) == sum(rows.n_rows for rows in batch.rows) <= self.MAX_ROWS
-        lanes = [rows.lane for rows in batch.rows]
-        assert lanes == sorted(set(lanes))
-        assert batch.phase in ("prefill", "decode")
-        tokens = iter(batch.tokens)
-        for rows in batch.rows:
-            assert rows.lane == self.lane[rows.session]
-            ran = self.ran[rows.session]
-            assert rows.position == len(ran)
-            assert rows.opens == (not ran)
-            ran += [next(tokens) for _ in range(rows.n_rows)]
-            assert ran == self.expected[rows.session][: len(ran)]
-            assert rows.sample == (len(ran) == len(self.expected[rows.session]))
-            self.waiting[rows.session] = 0
-        for name in self._pending() - {rows.session for rows in batch.rows}:
-            self.waiting[name] += 1
-            # the others once each, decode and prefill in turn
-            assert self.waiting[name] <= 2 * self.LANES
-        self.under_way.append(batch)
-
-    @precondition(lambda self: self.under_way)
-    @rule(more=st.booleans())
-    def done(self, more: bool) -> None:
-        batch = self.under_way.pop(0)
-        assert self.scheduler.batch_done(batch.number)
-        for rows in batch.rows:
-            if rows.sample:
-                position = rows.position + rows.n_rows
-                known = rows.session in self.lane
-                if known and not more:
-                    self._finish(rows.session)
-                else:
-                    assert self.scheduler.feed(rows.session, position, batch.number) == known
-                    if known:
-                        self.expected[rows.session].append(batch.number)
-
-    @precondition(lambda self: len(self.lane) == self.LANES)
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        self._finish(data.draw(st.sampled_from(sorted(self.lane))))
-
-    @precondition(lambda self: self.last_number % 20 == 19)
-    @rule()
-    def break_ring(self) -> None:
-        assert sorted(self.scheduler.reset()) == sorted(self.lane)
-        for name in list(self.lane):
-            self._forget(name)
-        for batch in self.under_way:
-            assert not self.scheduler.batch_done(batch.number)
-        self.under_way.clear()
-
-    def _finish(self, name: str) -> None:
-        assert self.scheduler.finish(name) == self.lane[name]
-        self._forget(name)
-
-    def _forget(self, name: str) -> None:
-        for table in (self.lane, self.expected, self.ran, self.waiting):
-            table.pop(name, None)
-
-    def _pending(self) -> set[str]:
-        return {name for name, tokens in self.expected.items() if len(self.ran[name]) < len(tokens)}
-
-    def _runnable(self) -> set[str]:
-        """Those of ``_pending`` that may go on the ring now: a decode step needs a free group."""
-        steps = sum(batch.phase == "decode" for batch in self.under_way)
-        prefilling = {name for name in self._pending() if len(self.ran[name]) < self.n_prompt[name]}
-        return prefilling if steps >= self.GROUPS else self._pending()
-
-    @invariant()
-    def counts_agree(self) -> None:
-        assert self.scheduler.in_flight == len(self.under_way) <= self.CREDIT
-        assert self.scheduler.sessions == self.scheduler.lanes.busy == len(self.lane)
-        assert self.scheduler.has_work == (len(self.under_way) < self.CREDIT and bool(self._runnable()))
-
-    def teardown(self) -> None:
-        """Whatever is left runs to its end."""
-        while self.under_way:
-            self.done(more=True)
-        while self._pending():
-            self.next()
-            self.done(more=False)
-
-
-class RingOfTwo(Ring):
-    GROUPS = 2
-
-
-TestRing = Ring.TestCase
-TestRingOfTwo = RingOfTwo.TestCase
-
-
 @pytest.mark.parametrize(("n_lanes", "n_groups"), [(8, 2), (9, 2), (7, 3), (2, 4), (1, 2), (64, 8)])
 def test_lanes_settle_into_groups_of_neighbours(n_lanes: int, n_groups: int) -> None:
     """However their prompts ended, decoding lanes come to run in groups of equal size, each of neighbouring lanes."""
-    scheduler = Scheduler(n_lanes, n_lanes, 2 * n_groups, n_groups)
+    scheduler = Scheduler(n_lanes, n_lanes, fixed_chunks(1), n_groups, n_groups)
     for lane in range(n_lanes):
         scheduler.start(str(lane), (1,) * (1 + lane % 3))
     under_way: list[Batch] = []
     groups: list[list[int]] = []
-    for _ in range(40 * n_groups):
+    for _ in range(60 * n_groups):
         while (batch := scheduler.next_batch()) is not None:
             under_way.append(batch)
             groups.append([rows.lane for rows in batch.rows])
-        done = under_way.pop(0)
-        scheduler.batch_done(done.number)
-        for rows in done.rows:
-            if rows.sample:
-                scheduler.feed(rows.session, rows.position + rows.n_rows, 7)
-    size = -(-n_lanes // n_groups)
-    wanted = [list(range(first, min(first + size, n_lanes))) for first in range(0, n_lanes, size)]
-    assert sorted(groups[-len(wanted) :]) == wanted
+        _done(scheduler, under_way.pop(0))
+    settled = sorted(groups[-min(n_groups, n_lanes) :])
+    assert [lane for group in settled for lane in group] == list(range(n_lanes))
+    assert max(map(len, settled)) - min(map(len, settled)) <= 1
+    assert scheduler.groups == len(settled)
+
+
+def test_a_fixed_number_of_groups_is_kept_to() -> None:
+    scheduler = Scheduler(6, 8, fixed_chunks(8), 4, n_groups=2)
+    _decoding(scheduler, *"abcdef")
+    for _ in range(20):
+        batch = scheduler.next_batch()
+        assert batch is not None
+        scheduler.batch_done(batch.number, travel_us=10**6, slowest_us=10, compute_us=40)
+        for rows in batch.rows:
+            scheduler.feed(rows.session, rows.position + 1, 7)
+        assert scheduler.groups == 2
+
+
+def test_groups_become_more_as_the_links_turn_out_long() -> None:
+    scheduler = Scheduler(8, 8, fixed_chunks(8), 2)
+    _decoding(scheduler, *"abcdefgh")
+    assert scheduler.groups == 2
+    for _ in range(20):
+        batch = scheduler.next_batch()
+        assert batch is not None
+        scheduler.batch_done(batch.number, travel_us=10_000, slowest_us=1000 + 1000 * len(batch.rows))
+        for rows in batch.rows:
+            scheduler.feed(rows.session, rows.position + 1, 7)
+    assert scheduler.groups == 4  # 16 ms per round; 20 with two, 18 with three, 16 with eight

@@ -332,6 +332,28 @@ def test_newcomer_takes_over_from_a_live_peer(transport: Transport, address: str
     second = transport.connected(transport.link(server.endpoint, routing_id=b"fixed"))
     transport.exchange(second, server)
     assert first.receive() is None
+    transport.event(first, LinkEventKind.DISCONNECTED)  # instead of silence
+
+
+def test_take_overs_leave_nothing_open(transport: Transport, address: str) -> None:
+    """And nobody else's connection is ended by one."""
+    server = transport.server(address)
+    other = transport.connected(transport.link(server.endpoint, routing_id=b"other"))
+    transport.exchange(other, server)
+
+    def n_descriptors() -> int:
+        return len(list(Path("/dev/fd").iterdir()))
+
+    before = n_descriptors()
+    links = []
+    for _ in range(20):
+        links.append(transport.connected(transport.link(server.endpoint, routing_id=b"fixed")))
+        transport.exchange(links[-1], server)
+    for link in reversed(links):
+        transport.drop(link)
+    transport.until(lambda: server.receive() is None and n_descriptors() <= before)
+    transport.exchange(other, server)
+    assert other.events() == []
 
 
 def test_routing_ids() -> None:

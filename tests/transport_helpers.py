@@ -59,7 +59,9 @@ class Transport:
             if answer:
                 return answer
             assert time.monotonic() < deadline, "nothing happened"
-            self.loop.wait(deadline - time.monotonic())
+            for source in self.loop.wait(deadline - time.monotonic()):
+                if isinstance(source, Server):
+                    source.take_losses()
 
     def connected(self, link: Link) -> Link:
         self.event(link, LinkEventKind.CONNECTED)

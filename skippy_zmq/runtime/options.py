@@ -124,6 +124,8 @@ class StageOptions(BaseModel):
         if self.ubatch_size > self.batch_size:
             raise ValueError(f"ubatch_size {self.ubatch_size} is larger than batch_size {self.batch_size}")
         self._check_chunks()
+        if self.reproducible:
+            self._check_reproducible()
         # Without flash attention llama.cpp does not check that a block fits a head, and computes with what it has.
         for name, kind in (("K", self.cache_type_k), ("V", self.cache_type_v)):
             if kind not in ("f32", "f16", "bf16") and self.flash_attn != "on":
@@ -138,12 +140,16 @@ class StageOptions(BaseModel):
             if not 1 <= size <= self.ubatch_size:
                 raise ValueError(f"chunk_sizes: wanted 1 to {self.ubatch_size} (ubatch_size), got {size}")
 
-        if self.reproducible and self.flash_attn != "on":
+    def _check_reproducible(self) -> None:
+        if self.flash_attn != "on":
             raise ValueError(
                 f"reproducible needs flash_attn on, got {self.flash_attn}: without it bits follow the batch"
             )
-        if self.reproducible and not self.swa_full:
+        if not self.swa_full:
             raise ValueError("reproducible needs swa_full: a rolling window loses cells, so bits follow the history")
+        for size in self.chunk_sizes:
+            if size % 64:
+                raise ValueError(f"reproducible needs chunk_sizes that are multiples of 64, got {size}")
 
     @property
     def decode_threads(self) -> int:

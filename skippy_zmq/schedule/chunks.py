@@ -6,7 +6,6 @@ whatever their size, so a prompt's numbers do not depend on the policy nor on wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,6 +16,10 @@ _NEW_SHARE = 0.3  # of the latest chunk in the running rate
 
 class ChunkPolicy(Protocol):
     """Sizes of prompt chunks, in rows."""
+
+    @property
+    def in_steps(self) -> bool:
+        """Whether sizes are meant to be multiples of CHUNK_STEP."""
 
     def rows(self, position: int) -> int:
         """Most rows of the chunk that begins at ``position`` of its prompt; at least 1."""
@@ -41,6 +44,10 @@ class ScheduledChunks:
         if not self.sizes or min(self.sizes) < 1:
             raise ValueError(f"chunk sizes {list(self.sizes)}: wanted at least one, each of at least 1 row")
 
+    @property
+    def in_steps(self) -> bool:
+        return all(size % CHUNK_STEP == 0 for size in self.sizes)
+
     def rows(self, position: int) -> int:
         start = 0
         for size in self.sizes:
@@ -52,6 +59,19 @@ class ScheduledChunks:
 
     def observe(self, n_rows: int, slowest_us: int) -> None:
         """Sizes are given: nothing to learn."""
+
+
+def next_chunk(policy: ChunkPolicy, position: int, n_left: int) -> int:
+    """Rows of the chunk at ``position`` of a prompt with ``n_left`` tokens from there on.
+
+    With steps, what is left beyond a multiple of CHUNK_STEP is a chunk of its own: joined to others, it would get other bits than
+    where the policy cuts before it.
+    """
+    n_rows = policy.rows(position)
+    if n_rows < n_left or not policy.in_steps:
+        return min(n_rows, n_left)
+    rest = (position + n_left) % CHUNK_STEP
+    return n_left - rest if rest < n_left else n_left
 
 
 def fixed_chunks(n_rows: int) -> ScheduledChunks:
@@ -74,6 +94,10 @@ class AdaptiveChunks:
         if self.max_rows < 1 or self.target_us < 1:
             raise ValueError(f"chunks of up to {self.max_rows} rows in {self.target_us} us: wanted at least 1 of each")
 
+    @property
+    def in_steps(self) -> bool:
+        return True
+
     def rows(self, position: int) -> int:
         wanted = max(CHUNK_STEP, int(self._rows_per_us * self.target_us))
         return aligned(position, min(wanted, self.max_rows))
@@ -84,11 +108,3 @@ class AdaptiveChunks:
         rate = n_rows / slowest_us
         share = _NEW_SHARE if self._rows_per_us else 1.0
         self._rows_per_us += share * (rate - self._rows_per_us)
-
-
-def check_sizes(sizes: Sequence[int], max_rows: int) -> tuple[int, ...]:
-    """``sizes`` as a tuple; raise ValueError where one is not 1 to ``max_rows``."""
-    for size in sizes:
-        if not 1 <= size <= max_rows:
-            raise ValueError(f"chunk of {size} rows: wanted 1 to {max_rows}")
-    return tuple(sizes)

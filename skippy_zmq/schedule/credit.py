@@ -4,6 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+_NEW_SHARE = 0.2  # of the latest batch in the running mean
+
+
+@dataclass(slots=True)
+class OnLinks:
+    """How many batches of a kind the links of a ring hold, beside those at its stages, when all stages are busy."""
+
+    _travel_us: int | None = field(init=False, default=None)  # the least ever seen: the rest is waiting for busy stages
+    _slowest_us: float = field(init=False, default=0.0)
+
+    @property
+    def count(self) -> int:
+        return int((self._travel_us or 0) / self._slowest_us) if self._slowest_us else 0
+
+    def observe(self, travel_us: int, slowest_us: int) -> None:
+        """A batch spent ``travel_us`` outside of stages and ``slowest_us`` computing at the slowest of them."""
+        self._travel_us = max(0, travel_us if self._travel_us is None else min(self._travel_us, travel_us))
+        share = _NEW_SHARE if self._slowest_us else 1.0
+        self._slowest_us += share * (max(1, slowest_us) - self._slowest_us)
+
 
 @dataclass(slots=True)
 class Credit:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 # What beginning a micro-batch costs, in rows of decoding; about right for models that are bound by memory.
 MICRO_BATCH_COST = 1
 _NEW_SHARE = 0.2  # of the latest step in the running means
-_LEARNING = 0.1  # from a step of another size than usual, what a row costs
-_FEW_ROWS = 0.25  # squared; steps that differ by less say little of that
-# Taken for granted until steps of several sizes were seen: what beginning a step costs, in rows. Rather much: that makes
-# few groups, of unequal sizes, from which the truth is learned; groups of one lane each would tell nothing.
+_FORGOTTEN = 0.1  # of what steps of several sizes told about the cost of a row, at each that tells more
+_ALIKE = 0.05  # times the square of their size: steps that differ by less than that, squared, tell little
+# Taken for granted until steps of several sizes were seen: what beginning a step costs, in rows. Rather much: that
+# makes few groups, of unequal sizes, from which the truth is learned; groups of one lane each would tell nothing.
 _BEGINNING_ROWS = 4.0
 _MARGIN = 0.04  # of a round, by which another number of groups has to be better
 
@@ -96,7 +96,9 @@ class GroupCount:
     _rows: float = field(init=False, default=0.0)
     _us: float = field(init=False, default=0.0)
     _depth: float = field(init=False, default=0.0)
-    _row_us: float = field(init=False, default=0.0)  # of one row more; what is left of a step's time is its beginning
+    # By least squares: time of one row more, and how much is known of it. What is left of a step is its beginning.
+    _row_us: float = field(init=False, default=0.0)
+    _told: float = field(init=False, default=0.0)
 
     def observe(self, n_rows: int, travel_us: int, slowest_us: int, compute_us: int = 0) -> None:
         """A decode step spent ``travel_us`` outside of stages, ``slowest_us`` computing at the slowest of them.
@@ -113,18 +115,21 @@ class GroupCount:
             self._row_us = slowest_us / (n_rows + _BEGINNING_ROWS)
             return
         more_rows, more_us = n_rows - self._rows, slowest_us - self._us
-        surprise_us = more_us - more_rows * self._row_us
-        self._row_us += _LEARNING * more_rows * surprise_us / (more_rows * more_rows + _FEW_ROWS)
+        told, little = more_rows * more_rows, _ALIKE * self._rows * self._rows
+        self._told = told + self._told * (1 - _FORGOTTEN * told / (told + little))
+        self._row_us += more_rows * (more_us - more_rows * self._row_us) / (self._told + little)
         self._rows += _NEW_SHARE * more_rows
         self._us += _NEW_SHARE * more_us
         self._depth += _NEW_SHARE * (depth - self._depth)
 
     def best(self, n_lanes: int, max_rows: int, current: int | None = None) -> int:
-        """For ``n_lanes`` in groups of at most ``max_rows``; ``current``, if given, unless another is clearly better."""
+        """How many groups, of at most ``max_rows``, for ``n_lanes``; ``current`` unless another is clearly better."""
         fewest = max(1, -(-n_lanes // max_rows))
         best, shortest = fewest, self._round_us(n_lanes, fewest)
         for count in range(fewest + 1, n_lanes + 1):
             round_us = self._round_us(n_lanes, count)
+            if round_us > shortest:
+                break  # from here on, it is the work of all groups that counts, and more of them is more work
             if round_us < shortest:
                 best, shortest = count, round_us
         if current is not None and fewest <= current and self._round_us(n_lanes, current) <= shortest * (1 + _MARGIN):

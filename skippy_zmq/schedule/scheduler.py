@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from skippy_zmq.schedule.chunks import ChunkPolicy
-from skippy_zmq.schedule.credit import Credit
+from skippy_zmq.schedule.chunks import ChunkPolicy, next_chunk
+from skippy_zmq.schedule.credit import Credit, OnLinks
 from skippy_zmq.schedule.groups import GroupCount, spread
 from skippy_zmq.schedule.lanes import LaneTable
 
@@ -50,6 +50,7 @@ class _Session:
     opened: bool = False
     prefilling: bool = True
     last_step: int = -1  # number of the batch that ran it last
+    chunks_seen: int = 0  # chunks of anybody that had gone by then
 
 
 @dataclass(slots=True)
@@ -70,25 +71,29 @@ class Scheduler:
     lanes: LaneTable = field(init=False)
     credit: Credit = field(init=False)
     group_count: GroupCount = field(init=False)
+    chunks_on_links: OnLinks = field(init=False)
     _sessions: dict[str, _Session] = field(init=False, default_factory=dict)
     _prefills: deque[str] = field(init=False, default_factory=deque)
     _decoding: dict[str, int] = field(init=False, default_factory=dict)  # session -> lane
     _groups: list[tuple[str, ...]] | None = field(init=False, default=None)  # None: to be formed anew
     _steps: set[int] = field(init=False, default_factory=set)  # decode steps under way
     _rows: dict[int, int] = field(init=False, default_factory=dict)  # of batches under way
-    _last_chunk: int = field(init=False, default=-1)
+    _chunks: int = field(init=False, default=0)  # that have gone so far
     _next_number: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.lanes = LaneTable(self.n_lanes)
+        self.credit = Credit(1, self.max_bytes)
         self.join_ring(self.n_stages)
 
     def join_ring(self, n_stages: int) -> None:
         """The ring is a new one, of ``n_stages``: nothing is under way, nothing is known of its times."""
         self.n_stages = n_stages
         self.group_count = GroupCount(n_stages)
-        self.credit = Credit(self._batches_wanted(), self.max_bytes)
+        self.chunks_on_links = OnLinks()
+        self._forget_batches()
         self._groups = None
+        self.credit.max_batches = self._batches_wanted()
 
     @property
     def in_flight(self) -> int:
@@ -104,8 +109,9 @@ class Scheduler:
         return len(self._formed_groups())
 
     def _batches_wanted(self) -> int:
-        """Two per stage: one that it works on, one that waits; and the steps of more groups, which travel."""
-        return min(MAX_BATCHES, self.n_stages + max(self.n_stages, len(self._groups or ())))
+        """Two per stage: one that it works on, one that waits; and those that travel."""
+        travelling = max(self.chunks_on_links.count, len(self._groups or ()) - self.n_stages, 0)
+        return min(MAX_BATCHES, 2 * self.n_stages + travelling)
 
     # ---- sessions
 
@@ -150,10 +156,13 @@ class Scheduler:
         lost = list(self._sessions)
         for session in lost:
             self.finish(session)
+        self._forget_batches()
+        return lost
+
+    def _forget_batches(self) -> None:
         self.credit.reset()
         self._steps.clear()
         self._rows.clear()
-        return lost
 
     # ---- batches
 
@@ -174,6 +183,8 @@ class Scheduler:
                 self._count_groups()
             else:
                 self.chunks.observe(n_rows, slowest_us)
+                self.chunks_on_links.observe(travel_us, slowest_us)
+            self.credit.max_batches = self._batches_wanted()
         return True
 
     @property
@@ -192,22 +203,30 @@ class Scheduler:
         """What goes next: a session whose chunk is due, a group that steps, or None."""
         choice: _Session | list[_Session] | None = None
         n_rows = 0
-        if self._prefills and self._chunk_is_due():
+        group = self._ready_group()
+        if self._prefills and self._chunk_is_due(group):
             choice = self._sessions[self._prefills[0]]
             n_rows = self._chunk_rows(choice)
-        elif group := self._ready_group():
+        elif group:
             choice, n_rows = group, len(group)
         if choice is None or self.credit.allows(n_rows * self.row_bytes):
             return choice
         self.credit.waits += count_waits
         return None
 
-    def _chunk_is_due(self) -> bool:
-        """Whether every decoding lane has made a step since the last chunk, which may still be under way."""
-        return all(self._sessions[session].last_step >= self._last_chunk for session in self._decoding)
+    def _chunk_is_due(self, ready: Sequence[_Session]) -> bool:
+        """Whether a chunk may go before ``ready``, and none of the decoding lanes is behind by too many.
+
+        A lane that is ready makes a step between two chunks. A step that is around follows a chunk from stage to stage;
+        meanwhile as many more can go as there are stages and links to fill behind it, without holding it up any longer.
+        """
+        if any(session.chunks_seen < self._chunks for session in ready):
+            return False
+        most = max(1, self.n_stages - 1 + self.chunks_on_links.count)
+        return all(self._chunks - self._sessions[session].chunks_seen < most for session in self._decoding)
 
     def _chunk_rows(self, session: _Session) -> int:
-        return min(len(session.pending), self.chunks.rows(session.position))
+        return next_chunk(self.chunks, session.position, len(session.pending))
 
     def _ready_group(self) -> list[_Session]:
         """The group that has waited longest, of those whose lanes are all ready: a step is never torn apart."""
@@ -242,6 +261,7 @@ class Scheduler:
         rows, tokens = [], []
         for session in group:
             session.last_step = self._next_number
+            session.chunks_seen = self._chunks
             rows.append(ScheduledRows(session.name, session.lane, session.position, 1, sample=True, opens=False))
             tokens.append(session.pending.popleft())
             session.position += 1
@@ -257,7 +277,9 @@ class Scheduler:
         session.position += n_rows
         session.opened = True
         session.prefilling = not last
-        session.last_step = self._last_chunk = self._next_number
+        self._chunks += 1
+        session.last_step = self._next_number
+        session.chunks_seen = self._chunks
         if not last:
             self._prefills.append(session.name)  # prompts take turns chunk by chunk
         return self._number("prefill", [rows], tokens)

@@ -139,6 +139,11 @@ class Simulation:
         self._batches: Counter[tuple[str, int]] = Counter()
         self._peak = 0
 
+    @property
+    def fewest_tokens(self) -> int:
+        """That any of the sessions now alive has got."""
+        return min((len(session.token_us) for session in self._sessions.values()), default=0)
+
     def add(self, arrivals: Iterable[Arrival]) -> None:
         for arrival in arrivals:
             if arrival.at_us < self.now_us or arrival.n_tokens < 1:

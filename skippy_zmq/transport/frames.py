@@ -23,6 +23,8 @@ _NOBLOCK = int(zmq.NOBLOCK)
 _NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _EVENTS = int(zmq.EVENTS)
 _POLLIN = int(zmq.POLLIN)
+_SOURCE = int(zmq.SRCFD)
+NO_SOURCE = -1
 
 # A received frame: bytes of its own, or, when large, a view of libzmq's memory, which lives as long as the view.
 Frame: TypeAlias = bytes | memoryview
@@ -110,11 +112,17 @@ def send_frames(socket: zmq.Socket[bytes], frames: Sequence[SendableFrame], trac
     return SendTracker(trackers) if trackers else NOTHING_HELD
 
 
-def receive_frames(socket: zmq.Socket[bytes], max_frames: int) -> tuple[list[Frame], int] | None:
-    """The first ``max_frames`` frames of a message and the number of frames dropped after them; None: no message."""
+def receive_frames(
+    socket: zmq.Socket[bytes], max_frames: int, *, with_source: bool = False
+) -> tuple[list[Frame], int, int] | None:
+    """The first ``max_frames`` frames of a message, the number of frames dropped after them, and its source.
+
+    The source is the descriptor of the connection, NO_SOURCE where it is not asked for or not known. None: no message.
+    """
     if not int(_option(socket, _EVENTS)) & _POLLIN:  # an exception would be the dearer way to learn it
         return None
     part = _receive(socket, _NOBLOCK, False)
+    source = _source(part) if with_source else NO_SOURCE
     frames: list[Frame] = []
     excess = 0
     while True:
@@ -123,5 +131,12 @@ def receive_frames(socket: zmq.Socket[bytes], max_frames: int) -> tuple[list[Fra
         else:
             excess += 1
         if not part.more:
-            return frames, excess
+            return frames, excess, source
         part = _receive(socket, _NOBLOCK, False)
+
+
+def _source(part: zmq.Frame) -> int:
+    try:
+        return int(part.get(_SOURCE))
+    except zmq.ZMQError:  # of a peer that speaks libzmq's oldest protocol
+        return NO_SOURCE

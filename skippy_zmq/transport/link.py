@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import zmq
 
+from skippy_zmq.transport import takeover
 from skippy_zmq.transport.endpoints import Endpoint, check_bind, check_connect
 from skippy_zmq.transport.frames import (
     Incoming,
@@ -63,11 +64,12 @@ class Server:
             self._socket = factory.router(target)
             if self._claim is not None:
                 self._claim.note_bound()
-            self._monitor = factory.monitor(self._socket, zmq.EVENT_DISCONNECTED)
+            self._monitor = factory.monitor(self._socket, takeover.WATCHED)
         except BaseException:
             if self._claim is not None:
                 self._claim.release()
             raise
+        self._connections = takeover.Connections(self._monitor)
         factory.adopt(self)
         self.warning = target.warning
         self.endpoint = endpoint if self._claim is not None else Endpoint.parse(last_endpoint(self._socket))
@@ -78,12 +80,16 @@ class Server:
 
     def take_losses(self) -> int:
         """Connections of peers that ended since the last call; whose, only sending tells."""
-        losses = 0
-        while has_input(self._monitor):
-            self._monitor.recv(zmq.NOBLOCK)
-            self._monitor.recv(zmq.NOBLOCK)  # the address
-            losses += 1
-        return losses
+        return self._connections.take_losses()
+
+    @property
+    def pending(self) -> bool:
+        """Whether connections ended that ``take_losses`` has not told of, and that no longer show on the sockets."""
+        return self._connections.pending
+
+    def refresh(self) -> None:
+        """Take in what the monitor has to say; Loop.wait calls it when there is something."""
+        self._connections.refresh()
 
     def send(self, peer: bytes, frames: Sequence[SendableFrame], *, track: bool = False) -> SendTracker:
         """Queue a message for ``peer`` without waiting.
@@ -109,11 +115,12 @@ class Server:
 
     def receive(self) -> Incoming | None:
         """The next message, or None when there is none."""
-        received = receive_frames(self._socket, self._max_frames)
+        received = receive_frames(self._socket, self._max_frames, with_source=True)
         if received is None:
             return None
-        frames, excess = received
+        frames, excess, source = received
         peer = bytes(frames[0])
+        self._connections.note(peer, source)
         return Incoming(peer, [], excess) if excess else Incoming(peer, frames[1:])
 
     def close(self, drain_seconds: float = 0.0) -> None:
@@ -224,7 +231,7 @@ class Link:
         received = receive_frames(self._socket, self._max_frames)
         if received is None:
             return None
-        frames, excess = received
+        frames, excess, _ = received
         return Incoming(b"", [], excess) if excess else Incoming(b"", frames)
 
     @property

@@ -25,6 +25,7 @@ class Loop:
         self._poller = zmq.Poller()
         self._sources: dict[zmq.Socket[bytes] | int, Source] = {}
         self._links: list[Link] = []
+        self._servers: list[Server] = []
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -51,6 +52,8 @@ class Loop:
             self._poller.register(pollable, zmq.POLLIN)
         if isinstance(source, Link):
             self._links.append(source)
+        elif isinstance(source, Server):
+            self._servers.append(source)
         return source
 
     def remove(self, source: Source) -> None:
@@ -60,13 +63,17 @@ class Loop:
             self._poller.unregister(pollable)
         if isinstance(source, Link):
             self._links.remove(source)
+        elif isinstance(source, Server):
+            self._servers.remove(source)
 
     def wait(self, timeout: float | None) -> list[Source]:
         """Sources with something to read; block for ``timeout`` seconds at most, without end for None.
 
-        The list may be empty early, after ``wake`` for one. Drain what is listed: ``receive`` until None, ``events``.
+        The list may be empty early, after ``wake`` for one. Drain what is listed: ``receive`` until None, ``events``,
+        ``take_losses``.
         """
         ready: list[Source] = [link for link in self._links if link.pending]
+        ready += [server for server in self._servers if server.pending]
         waits = [] if timeout is None else [timeout]
         waits += [link.redial_at - time.monotonic() for link in self._links if link.redial_at is not None]
         wait_ms = 0 if ready else _milliseconds(min(waits)) if waits else -1
@@ -76,10 +83,12 @@ class Loop:
                     os.read(self._wake_read, 4096)
                 continue
             source = self._sources[pollable]
+            if isinstance(source, Link | Server):
+                source.refresh()
+                if isinstance(source, Server) and pollable is not source.poll_sockets[0] and not source.pending:
+                    continue  # somebody has connected, which is nothing to tell
             if source not in ready:
                 ready.append(source)
-            if isinstance(source, Link):
-                source.refresh()
         self._redial()
         return ready
 

@@ -1,0 +1,101 @@
+"""Sizes of prompt chunks: within their limit, at multiples of 64, as long as wanted at the slowest stage."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skippy_zmq.schedule.chunks import (
+    CHUNK_STEP,
+    AdaptiveChunks,
+    ChunkPolicy,
+    ScheduledChunks,
+    aligned,
+    fixed_chunks,
+)
+
+
+def _chunks(policy: ChunkPolicy, n_tokens: int, us_per_row: float = 1000.0) -> list[int]:
+    """Of one prompt; each is run before the next begins."""
+    sizes: list[int] = []
+    while (position := sum(sizes)) < n_tokens:
+        sizes.append(min(policy.rows(position), n_tokens - position))
+        policy.observe(sizes[-1], round(sizes[-1] * us_per_row))
+    return sizes
+
+
+@given(st.integers(1, 600), st.integers(1, 3000))
+def test_fixed_chunks_have_one_size(n_rows: int, n_tokens: int) -> None:
+    whole, rest = divmod(n_tokens, n_rows)
+    assert _chunks(fixed_chunks(n_rows), n_tokens) == [n_rows] * whole + [rest] * bool(rest)
+
+
+@given(st.lists(st.integers(1, 600), min_size=1, max_size=5), st.integers(1, 4000))
+def test_a_schedule_is_followed_and_its_last_size_repeats(sizes: list[int], n_tokens: int) -> None:
+    wanted = itertools.chain(sizes, itertools.repeat(sizes[-1]))
+    chunks = _chunks(ScheduledChunks(tuple(sizes)), n_tokens)
+    assert chunks[:-1] == list(itertools.islice(wanted, len(chunks) - 1))
+    assert chunks[-1] <= next(wanted)
+    assert sum(chunks) == n_tokens
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 60))
+def test_a_prompt_that_begins_in_the_middle_keeps_to_the_schedule(sizes: list[int], position: int) -> None:
+    ends = itertools.accumulate(itertools.chain(sizes, itertools.repeat(sizes[-1])))
+    policy = ScheduledChunks(tuple(sizes))
+    assert position + policy.rows(position) == next(end for end in ends if end > position)
+
+
+@given(st.integers(0, 5000), st.integers(1, 2000))
+def test_chunks_end_at_multiples_of_64_within_reach(position: int, n_rows: int) -> None:
+    rows = aligned(position, n_rows)
+    assert 1 <= rows <= n_rows
+    multiples = [end for end in range(position + 1, position + n_rows + 1) if end % CHUNK_STEP == 0]
+    assert position + rows == (multiples[-1] if multiples else position + n_rows)
+
+
+@given(st.integers(1, 2048), st.integers(1, 10**6), st.floats(1, 10**5), st.integers(1, 6000))
+def test_adaptive_chunks_keep_to_their_limit_and_to_multiples_of_64(
+    max_rows: int, target_us: int, us_per_row: float, n_tokens: int
+) -> None:
+    chunks = _chunks(AdaptiveChunks(max_rows, target_us), n_tokens, us_per_row)
+    assert max(chunks) <= max_rows
+    assert chunks[0] == min(CHUNK_STEP, max_rows, n_tokens)
+    ends = list(itertools.accumulate(chunks))
+    assert ends[-1] == n_tokens
+    if max_rows >= CHUNK_STEP:
+        assert all(end % CHUNK_STEP == 0 for end in ends[:-1])
+
+
+@given(st.floats(10, 10_000), st.floats(10, 10_000), st.integers(1000, 500_000))
+def test_adaptive_chunks_take_the_time_wanted_and_follow_a_change(before: float, after: float, target_us: int) -> None:
+    policy = AdaptiveChunks(4096, target_us)
+    for us_per_row in (before, after):
+        for _ in range(60):
+            policy.observe(CHUNK_STEP, round(CHUNK_STEP * us_per_row))
+        wanted = min(max(target_us / us_per_row, CHUNK_STEP), 4096)
+        assert wanted - CHUNK_STEP - wanted / 50 <= policy.rows(0) <= wanted + wanted / 50
+
+
+def test_remainders_and_times_of_nothing_teach_nothing() -> None:
+    policy = AdaptiveChunks(512, 100_000)
+    policy.observe(128, 64_000)
+    before = policy.rows(0)
+    policy.observe(CHUNK_STEP - 1, 1)
+    policy.observe(512, 0)
+    assert policy.rows(0) == before == 192
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (64, -1)])
+def test_a_schedule_without_rows_is_refused(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="wanted at least one, each of at least 1 row"):
+        ScheduledChunks(sizes)
+
+
+@pytest.mark.parametrize(("max_rows", "target_us"), [(0, 1), (1, 0)])
+def test_adaptive_chunks_without_rows_or_time_are_refused(max_rows: int, target_us: int) -> None:
+    with pytest.raises(ValueError, match="wanted at least 1 of each"):
+        AdaptiveChunks(max_rows, target_us)
