@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-from bench.bubbles import STAGES, STREAMS, bubble_share
 from bench.comparison import FIGURES, RESULTS
+from skippy_zmq.schedule.simulator import steady_decode
 
 Lines = Mapping[str, Mapping[str, float]]  # by line, x as text: y
 
@@ -31,6 +31,8 @@ _STYLE = {
 }
 # Distinguishable without colour vision (Okabe and Ito).
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072b2", "#d55e00", "#009e73", "#767676"
+# Of the bubble plot.
+_STAGES, _STREAMS = (1, 2, 4, 8), (1, 2, 4, 8, 16, 32, 64)
 
 
 def draw_all() -> list[Path]:
@@ -116,10 +118,10 @@ def _bytes(value: float) -> str:
 
 
 def _bubbles(axes: Axes, _lines: Lines) -> None:
-    for n_stages, color in zip(STAGES, (_GREY, _BLUE, _ORANGE, _GREEN), strict=True):
-        points = {str(streams): bubble_share(n_stages, streams) for streams in STREAMS}
+    for n_stages, color in zip(_STAGES, (_GREY, _BLUE, _ORANGE, _GREEN), strict=True):
+        points = {str(streams): steady_decode(n_stages, streams).bubble for streams in _STREAMS}
         _line(axes, points, f"{n_stages} stage{'s' if n_stages > 1 else ''}", color)
-    _doubling(axes, STREAMS)
+    _doubling(axes, _STREAMS)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_ylim(-0.02, 1)
     axes.legend(loc="upper right")

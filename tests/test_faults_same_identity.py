@@ -97,11 +97,7 @@ class Life:
 def busy(scene: Scene, transport: Transport) -> Iterator[Asker]:
     """Somebody whose answer is long, so that the stages never stop to decode."""
     asker = Asker(transport, scene.pipeline.endpoint)
-
-    def ask() -> None:
-        asker.ask((7, 8), request="long", max_tokens=8000)
-
-    ask()
+    asker.ask((7, 8), request="long", max_tokens=8000)
     yield asker
     asker.cancel("long")
     answer = asker.answer("long")
@@ -109,7 +105,7 @@ def busy(scene: Scene, transport: Transport) -> Iterator[Asker]:
 
 
 def _old_lives(scene: Scene) -> Iterator[subprocess.Popen[bytes]]:
-    """Processes that wait to be started by the next of them being asked for: each is up by the time it is needed."""
+    """Processes, one after the other, whose answer is coming."""
     command = [sys.executable, "-c", _OLD_LIFE, _IDENTITY.decode()]
     command += [scene.pipeline.endpoint_of(index) for index in (0, 1)]
     for _ in range(_ROUNDS):
@@ -128,33 +124,22 @@ def test_killed_and_back(scene: Scene, busy: Asker) -> None:
         assert new.ask("mine", 20) == recited(scene.model, 20)
         assert new.silent()
         new.close()
-        if busy.answers["long"].over:
-            busy.tokens((7, 8), request="long-again", max_tokens=1)
     scene.good.wait_for(1)
 
 
-def _restart(life: Life, scene: Scene) -> Life:
-    """Connections of the old life end, and new ones begin, without a moment between."""
-    life.close()
-    return Life(scene)
-
-
-def _take_over(life: Life, scene: Scene) -> Life:
-    """The old life is still there when the new one begins."""
-    return Life(scene)
-
-
 @pytest.mark.parametrize("last_first", [False, True])
-@pytest.mark.parametrize("come_back", [_restart, _take_over], ids=["ended", "still there"])
+@pytest.mark.parametrize("ends", [True, False], ids=["ended", "still there"])
 def test_back_in_the_middle_of_an_answer(
-    come_back: Callable[[Life, Scene], Life], last_first: bool, scene: Scene, busy: Asker
+    ends: bool, last_first: bool, scene: Scene, busy: Asker, make_transport: Callable[..., Transport]
 ) -> None:
     for _ in range(5):
-        old = Life(scene, last_first=last_first)
+        old = Life(scene, transport=make_transport(), last_first=not last_first)
         old.first.send(wire.Generate("mine", 8000, token_ids=(5,)))
         for _ in range(3):
             old.last.expect(wire.Tokens)
-        new = come_back(old, scene)
+        if ends:
+            old.close()
+        new = Life(scene, last_first=last_first)
         assert new.ask("mine", 20) == recited(scene.model, 20)
         assert new.silent()
         new.close()
@@ -172,7 +157,7 @@ def test_two_live_clients(scene: Scene, make_transport: Callable[..., Transport]
     newer.close()
     for peer in (older.first, older.last):
         scene.transport.event(peer.link, LinkEventKind.DISCONNECTED)
-        scene.transport.connected(peer.link)
+        scene.transport.until(lambda peer=peer: peer.link.connected)
         peer.hello()
         peer.until(wire.Welcome)
     assert older.ask("mine", 20) == recited(scene.model, 20)

@@ -15,6 +15,7 @@ from skippy_zmq.schedule.chunks import (
     ScheduledChunks,
     aligned,
     fixed_chunks,
+    next_chunk,
 )
 
 
@@ -22,24 +23,48 @@ def _chunks(policy: ChunkPolicy, n_tokens: int, us_per_row: float = 1000.0) -> l
     """Of one prompt; each is run before the next begins."""
     sizes: list[int] = []
     while (position := sum(sizes)) < n_tokens:
-        sizes.append(min(policy.rows(position), n_tokens - position))
+        sizes.append(next_chunk(policy, position, n_tokens - position))
         policy.observe(sizes[-1], round(sizes[-1] * us_per_row))
     return sizes
 
 
-@given(st.integers(1, 600), st.integers(1, 3000))
+def _with_rest(sizes: list[int], *, in_steps: bool) -> list[int]:
+    """With steps, what is beyond the last multiple of 64 is a chunk of its own."""
+    *before, last = sizes
+    rest = last % CHUNK_STEP if in_steps else 0
+    return [*before, last - rest, rest] if 0 < rest < last else sizes
+
+
+@given(st.integers(1, 600) | st.sampled_from([64, 128, 512]), st.integers(1, 3000))
 def test_fixed_chunks_have_one_size(n_rows: int, n_tokens: int) -> None:
     whole, rest = divmod(n_tokens, n_rows)
-    assert _chunks(fixed_chunks(n_rows), n_tokens) == [n_rows] * whole + [rest] * bool(rest)
+    sizes = [n_rows] * whole + [rest] * bool(rest)
+    assert _chunks(fixed_chunks(n_rows), n_tokens) == _with_rest(sizes, in_steps=n_rows % CHUNK_STEP == 0)
 
 
-@given(st.lists(st.integers(1, 600), min_size=1, max_size=5), st.integers(1, 4000))
+@given(
+    st.lists(st.integers(1, 600), min_size=1, max_size=5) | st.lists(st.sampled_from([64, 128, 256]), min_size=1),
+    st.integers(1, 4000),
+)
 def test_a_schedule_is_followed_and_its_last_size_repeats(sizes: list[int], n_tokens: int) -> None:
-    wanted = itertools.chain(sizes, itertools.repeat(sizes[-1]))
-    chunks = _chunks(ScheduledChunks(tuple(sizes)), n_tokens)
-    assert chunks[:-1] == list(itertools.islice(wanted, len(chunks) - 1))
-    assert chunks[-1] <= next(wanted)
-    assert sum(chunks) == n_tokens
+    wanted: list[int] = []
+    for size in itertools.chain(sizes, itertools.repeat(sizes[-1])):
+        wanted.append(min(size, n_tokens - sum(wanted)))
+        if sum(wanted) == n_tokens:
+            break
+    in_steps = all(size % CHUNK_STEP == 0 for size in sizes)
+    assert _chunks(ScheduledChunks(tuple(sizes)), n_tokens) == _with_rest(wanted, in_steps=in_steps)
+
+
+@given(st.integers(1, 4000), st.integers(1, 10**6), st.floats(1, 10**5), st.sampled_from([64, 128, 256, 512]))
+def test_rows_have_the_same_neighbours_of_their_64_under_every_policy(
+    n_tokens: int, target_us: int, us_per_row: float, n_rows: int
+) -> None:
+    """Flash attention computes 64 rows alike, and what is less in another way."""
+    for policy in (AdaptiveChunks(512, target_us), fixed_chunks(n_rows), ScheduledChunks((128, 256, 512))):
+        *whole, last = _chunks(policy, n_tokens, us_per_row)
+        assert all(size % CHUNK_STEP == 0 for size in whole)
+        assert last % CHUNK_STEP in (0, last)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 60))

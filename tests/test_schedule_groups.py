@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skippy_zmq.schedule.groups import GroupCount, cost, micro_batches, spread
@@ -98,7 +98,6 @@ class Steps:
 
 
 @pytest.mark.parametrize(("begin_us", "row_us"), [(1000, 1000), (4000, 100), (0, 1000)])
-@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 8))
 def test_without_delay_there_are_as_many_groups_as_stages(
     begin_us: int, row_us: int, n_stages: int, per_stage: int
@@ -108,7 +107,6 @@ def test_without_delay_there_are_as_many_groups_as_stages(
     assert steps.settle(n_stages * per_stage)[-1] == n_stages
 
 
-@settings(deadline=None)
 @given(st.integers(2, 6), st.integers(0, 20), st.integers(2, 6))
 def test_links_hold_as_many_more_groups_as_steps_fit_into_their_time(
     n_stages: int, n_steps: int, lanes_per_group: int
@@ -121,7 +119,6 @@ def test_links_hold_as_many_more_groups_as_steps_fit_into_their_time(
     assert steps.round_us(n_lanes, settled) <= 1.05 * steps.round_us(n_lanes, n_groups)
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 8),
     st.integers(0, 60_000),
@@ -146,7 +143,6 @@ def test_waits_for_busy_stages_make_no_more_groups() -> None:
     assert seen[-1] <= 5
 
 
-@settings(deadline=None)
 @given(st.integers(2, 6), st.integers(0, 20_000), st.integers(1, 32))
 def test_noise_does_not_make_it_flap(n_stages: int, travel_us: int, n_lanes: int) -> None:
     steps = Steps(n_stages, travel_us, 5000, 5000)

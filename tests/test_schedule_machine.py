@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -199,8 +198,6 @@ class RingOfFour(Ring):
     GROUPS = None
 
 
-for machine in (Ring, RingOfTwo, RingOfFour):
-    machine.TestCase.settings = settings(deadline=None)
 TestRing = Ring.TestCase
 TestRingOfTwo = RingOfTwo.TestCase
 TestRingOfFour = RingOfFour.TestCase

@@ -70,7 +70,6 @@ def test_what_does_not_fit_is_refused() -> None:
             simulation.add([late])
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 5),
     st.integers(1, 6),
@@ -175,7 +174,7 @@ def test_two_stages_hold_up_decoding_for_one_chunk_and_a_step(n_rows: int, n_dec
         assert max(later) <= chunk_us + step_us
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(1, 6), st.integers(1, 5), st.sampled_from([64, 128, 256]), st.sampled_from([0, 2000, 50_000]))
 def test_a_chunk_on_its_way_through_the_ring_is_the_most_that_decoding_waits_for(
     n_stages: int, n_decoding: int, n_rows: int, hop_us: int

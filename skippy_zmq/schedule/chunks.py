@@ -64,8 +64,8 @@ class ScheduledChunks:
 def next_chunk(policy: ChunkPolicy, position: int, n_left: int) -> int:
     """Rows of the chunk at ``position`` of a prompt with ``n_left`` tokens from there on.
 
-    With steps, what is left beyond a multiple of CHUNK_STEP is a chunk of its own: joined to others, it would get other bits than
-    where the policy cuts before it.
+    With steps, what is left beyond a multiple of CHUNK_STEP is a chunk of its own: joined to others, it would get other
+    bits than where the policy cuts before it.
     """
     n_rows = policy.rows(position)
     if n_rows < n_left or not policy.in_steps:
