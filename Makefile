@@ -11,11 +11,12 @@ PIP_FRESH := $(if $(CMAKE_ARGS),--no-cache-dir --force-reinstall)
 RPC_VENV ?= .venv-rpc
 NATIVE_SOURCES := $(wildcard src/ext/*) CMakeLists.txt $(wildcard third_party/llama.cpp/*.cmake) pyproject.toml
 
-.PHONY: help demo test test-models lint format bench certify stubs clean
+.PHONY: help demo test test-models isolation lint format bench certify stubs clean
 help:
 	@echo "make demo         fetch a small model, split it in two, ask it something"
 	@echo "make test         all tests, a real model included"
 	@echo "make test-models  tests with further real models (downloads about 250 MB once)"
+	@echo "make isolation    random mixes of sessions against each alone, bit for bit (ROUNDS=50, takes long)"
 	@echo "make lint         format, types, imports"
 	@echo "make bench        benchmarks against llama.cpp, about 15 minutes (compiles llama.cpp once more, with RPC)"
 	@echo "make certify MODELS=DIR   prove architectures exact, write docs/architectures.md"
@@ -46,6 +47,11 @@ test: $(VENV)/.package
 
 test-models: $(VENV)/.package
 	$(PY) -m pytest -m test_models
+
+# Every round is a random mix of eight streams, compared bit for bit with each session alone; about 20 s a round.
+ROUNDS ?= 50
+isolation: $(VENV)/.package
+	SKIPPY_ISOLATION_ROUNDS=$(ROUNDS) $(PY) -m pytest tests/test_isolation.py --timeout=7200 -v
 
 lint: $(VENV)/.package
 	$(PY) -m ruff format --check skippy_zmq tests bench scripts

@@ -134,6 +134,7 @@ class BatchRunner:
         sampled, more_failed = self._tokens.take(message.rows, tokens)
         times = self._times(message.times, compute_us, taken_at)
         self._batch_done(wire.BatchDone(message.batch, tuple(sampled), (*failed, *more_failed), times))
+        self._tokens.stream()
 
     @staticmethod
     def _times(before: wire.BatchTimes, compute_us: int, taken_at: int) -> wire.BatchTimes:

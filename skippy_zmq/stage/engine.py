@@ -403,8 +403,11 @@ class Stage:
             if peer == self._ring and self.head is not None:
                 # The connection is a new one: what the last stage had to say of batches under way is lost.
                 self.head.lose("the ring link was made anew")
-        elif peer in self._peers and self.head is not None:
-            self.head.requests.forget_client(peer)  # a new process, or a new connection, under a known id
+        else:  # maybe a new process, or a new connection, under a known id
+            if self.head is not None:
+                self.head.requests.forget_client(peer)
+            if self.tokens is not None:
+                self.tokens.forget_client(peer)
         self._peers[peer] = hello.role
         self._peers.move_to_end(peer)
         if len(self._peers) > MAX_PEERS:

@@ -35,6 +35,8 @@ class TokenSource:
         self._model = model
         self._send = send
         self._sessions: dict[str, _Session] = {}
+        self._forgotten: dict[str, str] = {}  # ended here, and why; stage 0 is told with their next batch
+        self._unsent: list[tuple[wire.SessionOpen, wire.Tokens, tuple[memoryview, ...]]] = []
         self.tokens = 0
         self.undelivered = 0
 
@@ -53,14 +55,23 @@ class TokenSource:
             return opened.session, error.code, clipped(str(error))
         return None
 
+    def forget_client(self, client: bytes) -> None:
+        """The client said HELLO again: nobody is there to hear what it asked before."""
+        for session in [session for session, found in self._sessions.items() if found.opened.client == client]:
+            del self._sessions[session]
+            self._forgotten[session] = "its client began anew"
+            self.undelivered += 1
+
     def close(self, session: str, reason: str) -> None:
         """Stage 0 has ended the session: tell the client, unless the session ended here first."""
+        self._forgotten.pop(session, None)
         found = self._sessions.pop(session, None)
         if found is not None and reason == "cancelled":
             self._finish(found, (), found.text.finish(), "cancelled", ())
 
     def close_all(self) -> None:
         self._sessions.clear()
+        self._forgotten.clear()
 
     def fail(self, session: str, code: str, message: str) -> None:
         found = self._sessions.pop(session, None)
@@ -77,6 +88,8 @@ class TokenSource:
         for entry in rows:
             found = self._sessions.get(entry.session)
             first, row = row, row + entry.n_rows
+            if (why := self._forgotten.pop(entry.session, None)) is not None:
+                failed.append((entry.session, "stage_lost", why))
             if found is None:
                 continue  # it ended here while this batch was under way
             try:
@@ -111,11 +124,17 @@ class TokenSource:
             text = delta.text + found.text.finish()
             return self._end(found, position, token, (token,), text, "length", logits)
         message = wire.Tokens(opened.request, found.generated - 1, (token,), delta.text, tensors=_described(logits))
-        if not self._send(opened.client, message, logits):
-            self.undelivered += 1
-            del self._sessions[opened.session]
-            return wire.SampledToken(opened.session, opened.lane, position, token, "cancelled")
+        self._unsent.append((opened, message, logits))
         return wire.SampledToken(opened.session, opened.lane, position, token)
+
+    def stream(self) -> None:
+        """Send clients the tokens of the last ``take``: after stage 0 has them, which needs them for the next step."""
+        for opened, message, logits in self._unsent:
+            if not self._send(opened.client, message, logits):
+                self.undelivered += 1
+                if self._sessions.pop(opened.session, None) is not None:
+                    self._forgotten[opened.session] = "the client is not connected to the last stage, or does not read"
+        self._unsent.clear()
 
     def _end(
         self,

@@ -274,9 +274,11 @@ class RequestTable:
                 self._end(request, "done")
             else:
                 self._scheduler.feed(token.session, token.position, token.token)
-        for session, _, _ in done.failed:
+        for session, code, message in done.failed:
             request = self._by_session.get(session)
-            if request is not None:
+            if request is not None and code == "stage_lost":
+                self._fail(request, StageLostError(message))
+            elif request is not None:  # the last stage has told its client
                 self._end(request, "error")
 
     def fail_running(self, error: SkippyError) -> None:
