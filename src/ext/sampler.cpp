@@ -146,6 +146,29 @@ std::unique_ptr<GrammarMatcher> matcher(const llama_vocab *vocab, const std::str
     return std::make_unique<GrammarMatcher>(std::move(grammar), std::move(pieces));
 }
 
+constexpr const char *nothing_left = "no token is left to choose: every logit is -inf";
+
+// NaN compares false with everything; this form lets the compiler look at many logits at once.
+void check_numbers(const float *logits, size_t n) {
+    int32_t good = 1;
+    for (size_t i = 0; i < n; ++i) {
+        good &= static_cast<int32_t>(logits[i] < INFINITY);
+    }
+    if (good != 0) {
+        return;
+    }
+    const float *wrong = std::find_if_not(logits, logits + n, [](float logit) { return logit < INFINITY; });
+    throw std::runtime_error("the model computed " + shown(*wrong) + " as the logit of token " +
+                             std::to_string(wrong - logits));
+}
+
+void check_biased(int32_t token, float logit) {
+    if (std::isnan(logit) || logit == INFINITY) {
+        throw std::runtime_error("bias and penalties make the logit of token " + std::to_string(token) + " " +
+                                 shown(logit));
+    }
+}
+
 } // namespace
 
 Sampler::Sampler(const llama_vocab *vocab, int n_ctx_train, const SamplerOptions &options)
@@ -204,6 +227,10 @@ Sampler::Sampler(const llama_vocab *vocab, int n_ctx_train, const SamplerOptions
     if (!options.grammar.empty()) {
         grammar_ = matcher(vocab, options.grammar);
     }
+    const bool penalties = last_n != 0 && (repeat != 1.0F || frequency != 0.0F || presence != 0.0F);
+    const bool history_matters = mirostat == 0 && (penalties || options.dry_multiplier != 0);
+    greedy_ = temperature == 0.0F && !history_matters && !grammar_;
+    bias_ = bias;
 }
 
 Sampler::~Sampler() = default;
@@ -226,12 +253,10 @@ int32_t Sampler::sample(const float *logits, size_t n) {
         throw std::invalid_argument(std::to_string(n) + " logits: the vocabulary has " + std::to_string(n_vocab_) +
                                     " tokens");
     }
-    for (size_t i = 0; i < n; ++i) {
-        if (std::isnan(logits[i]) || logits[i] == INFINITY) {
-            throw std::runtime_error("the model computed " + shown(logits[i]) + " as the logit of token " +
-                                     std::to_string(i));
-        }
+    if (greedy_) {
+        return most_likely(logits);
     }
+    check_numbers(logits, n);
     const NativeGuard guard;
     int32_t token;
     if (grammar_ && grammar_->complete()) {
@@ -254,7 +279,7 @@ int32_t Sampler::sample(const float *logits, size_t n) {
             }
         }
         if (token < 0) {
-            throw std::runtime_error("no token is left to choose: every logit is -inf");
+            throw std::runtime_error(nothing_left);
         }
     }
     if (grammar_) {
@@ -263,6 +288,26 @@ int32_t Sampler::sample(const float *logits, size_t n) {
     llama_sampler_accept(adjust_.get(), token);
     llama_sampler_accept(select_.get(), token);
     return token;
+}
+
+// The first token of the highest logit, as llama.cpp's greedy sampler chooses it.
+int32_t Sampler::most_likely(const float *logits) {
+    check_numbers(logits, candidates_.size());
+    if (!bias_.empty()) {
+        biased_.assign(logits, logits + candidates_.size());
+        for (const llama_logit_bias &entry : bias_) {
+            float &logit = biased_[static_cast<size_t>(entry.token)];
+            logit += entry.bias;
+            check_biased(entry.token, logit);
+        }
+        logits = biased_.data();
+    }
+    const float *end = logits + candidates_.size();
+    const float *best = std::max_element(logits, end);
+    if (*best == -INFINITY) {
+        throw std::runtime_error(nothing_left);
+    }
+    return static_cast<int32_t>(best - logits);
 }
 
 bool Sampler::fits(int32_t token) {
@@ -283,10 +328,7 @@ int32_t Sampler::choose() {
     float highest = -INFINITY;
     for (size_t i = 0; i < array.size; ++i) {
         const float logit = array.data[i].logit;
-        if (std::isnan(logit) || logit == INFINITY) {
-            throw std::runtime_error("bias and penalties make the logit of token " + std::to_string(array.data[i].id) +
-                                     " " + shown(logit));
-        }
+        check_biased(array.data[i].id, logit);
         highest = std::max(highest, logit);
     }
     if (highest == -INFINITY) {
