@@ -435,6 +435,8 @@ class Stage:
                 self._lost_next(event.detail)
             else:
                 log.warning("%s", event.detail)
+                if event.kind is LinkEventKind.DISCONNECTED:  # the ring: what runs here can be told to nobody
+                    self._forget_sessions()
         self._receive_from(link)
 
     def _greet(self, link: Link) -> None:
