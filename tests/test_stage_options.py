@@ -58,6 +58,13 @@ SETTINGS: dict[str, tuple[list[str], Any, Any]] = {
     "repack": (["--no-repack"], False, False),
     "check_tensors": (["--check-tensors"], True, True),
     "host_buffer": (["--no-host-buffer"], False, False),
+    "chunk_policy": (["--chunk-policy", "schedule"], "schedule", "schedule"),
+    "chunk_sizes": (["--chunk-sizes", "64, 128"], [64, 128], (64, 128)),
+    "chunk_target_ms": (["--chunk-target-ms", "50"], 50, 50),
+    "groups": (["--groups", "3"], 3, 3),
+    "queue": (["--queue", "0"], 0, 0),
+    "queue_seconds": (["--queue-seconds", "30"], 30, 30),
+    "in_flight_mib": (["--in-flight-mib", "64"], 64, 64),
 }
 
 
@@ -97,6 +104,38 @@ def test_the_command_line_goes_over_the_file() -> None:
     config = {"lanes": 3, "mmap": False, "cache_type_k": "f32", "device": ["none"]}
     options = from_command_line("--lanes", "5", "--mmap", "--cache-type-k", "q4_0", config=config)
     assert (options.lanes, options.mmap, options.cache_type_k, options.device) == (5, True, "q4_0", ("none",))
+
+
+@pytest.mark.parametrize(
+    ("values", "chunking"),
+    [
+        ({}, "adaptive"),
+        ({"chunk_sizes": (64,)}, "fixed"),
+        ({"chunk_sizes": (64, 128)}, "schedule"),
+        ({"chunk_policy": "schedule", "chunk_sizes": (64,)}, "schedule"),
+        ({"chunk_policy": "fixed"}, "fixed"),
+    ],
+)
+def test_sizes_imply_how_prompts_are_cut(values: dict[str, Any], chunking: str) -> None:
+    assert StageOptions(**values).chunking == chunking
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"chunk_policy": "adaptive", "chunk_sizes": [64]}, "chunk_sizes are for chunk_policy fixed and schedule"),
+        ({"chunk_policy": "fixed", "chunk_sizes": [64, 128]}, "chunk_policy fixed has one size, chunk_sizes names 2"),
+        ({"chunk_sizes": [0]}, r"chunk_sizes: wanted 1 to 512 \(ubatch_size\), got 0"),
+        ({"chunk_sizes": "513"}, r"chunk_sizes: wanted 1 to 512 \(ubatch_size\), got 513"),
+        ({"chunk_sizes": "64,x"}, r"chunk_sizes.* \(got 'x'\)"),
+        ({"chunk_sizes": [96], "reproducible": True}, "multiples of 64, got 96"),
+        ({"flash_attn": "off", "reproducible": True}, "reproducible needs flash_attn on, got off"),
+        ({"swa_full": False, "reproducible": True}, "reproducible needs swa_full"),
+    ],
+)
+def test_chunks_that_do_not_fit(values: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(OptionError, match=complaint):
+        check_options(values, "options")
 
 
 def test_threads_for_prefill_follow_those_for_decode() -> None:

@@ -77,7 +77,9 @@ class StageOptions(BaseModel):
     check_tensors: bool = Field(False, description="look for invalid values in this stage's weights while loading")
     host_buffer: bool = Field(True, description="pinned host buffers for weights that stay on the CPU beside a GPU")
     chunk_policy: Literal["adaptive", "fixed", "schedule"] = Field(
-        "adaptive", description="sizes of prefill chunks: by time, all the same, or a list that ends with the largest"
+        "adaptive",
+        description="sizes of prefill chunks: by time, all the same, or one after the other (default: adaptive, or "
+        "what --chunk-sizes implies)",
     )
     chunk_sizes: tuple[int, ...] = Field(
         (), description="rows per prefill chunk: one size for fixed (default: 128), some for schedule (128,256,512)"
@@ -131,10 +133,17 @@ class StageOptions(BaseModel):
             if kind not in ("f32", "f16", "bf16") and self.flash_attn != "on":
                 raise ValueError(f"a {kind} {name} cache needs flash_attn on")
 
+    @property
+    def chunking(self) -> str:
+        """The chunk policy: as given, or what the sizes imply."""
+        if self.chunk_sizes and "chunk_policy" not in self.model_fields_set:
+            return "fixed" if len(self.chunk_sizes) == 1 else "schedule"
+        return self.chunk_policy
+
     def _check_chunks(self) -> None:
-        if self.chunk_policy == "adaptive" and self.chunk_sizes:
+        if self.chunking == "adaptive" and self.chunk_sizes:
             raise ValueError("chunk_sizes are for chunk_policy fixed and schedule")
-        if self.chunk_policy == "fixed" and len(self.chunk_sizes) > 1:
+        if self.chunking == "fixed" and len(self.chunk_sizes) > 1:
             raise ValueError(f"chunk_policy fixed has one size, chunk_sizes names {len(self.chunk_sizes)}")
         for size in self.chunk_sizes:
             if not 1 <= size <= self.ubatch_size:

@@ -53,9 +53,9 @@ def _max_rows(facts: StageFacts) -> int:
 
 
 def _chunk_policy(options: StageOptions, max_rows: int) -> ChunkPolicy:
-    if options.chunk_policy == "adaptive":
+    if options.chunking == "adaptive":
         return AdaptiveChunks(max_rows, options.chunk_target_ms * 1000)
-    if options.chunk_policy == "fixed":
+    if options.chunking == "fixed":
         return fixed_chunks(options.chunk_sizes[0] if options.chunk_sizes else min(FIXED_CHUNK, max_rows))
     sizes = options.chunk_sizes or CHUNK_SCHEDULE
     return ScheduledChunks(tuple(min(size, max_rows) for size in sizes))
