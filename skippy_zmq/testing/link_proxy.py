@@ -175,9 +175,9 @@ class LinkProxy:
 _EXAMPLE = """\
 example: two stages on one machine, 10 ms and 100 MB/s apart both ways
   python -m skippy_zmq.testing.link_proxy --delay-ms 10 --bandwidth-bytes-per-s 1e8 \\
-      --link ipc:///tmp/to-s1 ipc:///tmp/s1 --link ipc:///tmp/to-s0 ipc:///tmp/s0 &
-  python -m skippy_zmq.stage --model m.gguf --layers 0:15  --bind ipc:///tmp/s0 --next ipc:///tmp/to-s1 &
-  python -m skippy_zmq.stage --model m.gguf --layers 15:30 --bind ipc:///tmp/s1 --first ipc:///tmp/to-s0 &
+      --link ipc:///run/p/to-s1 ipc:///run/p/s1 --link ipc:///run/p/to-s0 ipc:///run/p/s0 &
+  python -m skippy_zmq.stage --model m.gguf --layers 0:15  --bind ipc:///run/p/s0 --next ipc:///run/p/to-s1 &
+  python -m skippy_zmq.stage --model m.gguf --layers 15:30 --bind ipc:///run/p/s1 --first ipc:///run/p/to-s0 &
 
 It prints a line LISTENING and the address for every link, in order, and ends with SIGTERM or SIGINT.
 """
