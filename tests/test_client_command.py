@@ -111,6 +111,7 @@ OPTIONS: dict[str, object] = {
     "queue": 8,
     "queue_seconds": 30,
     "in_flight_mib": 64,
+    "busy_poll_ms": 20,
 }
 # What an option cannot be given without.
 WITH: dict[str, dict[str, object]] = {"chunk_sizes": {"chunk_policy": "fixed"}}

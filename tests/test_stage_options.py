@@ -65,6 +65,7 @@ SETTINGS: dict[str, tuple[list[str], Any, Any]] = {
     "queue": (["--queue", "0"], 0, 0),
     "queue_seconds": (["--queue-seconds", "30"], 30, 30),
     "in_flight_mib": (["--in-flight-mib", "64"], 64, 64),
+    "busy_poll_ms": (["--busy-poll-ms", "20"], 20, 20),
 }
 
 

@@ -24,6 +24,27 @@ def test_wait_ends_at_its_deadline(transport: Transport) -> None:
     assert transport.loop.wait(0.001) == []
 
 
+def test_busy_polling_sees_what_comes_and_ends_with_the_wait(transport: Transport) -> None:
+    """Within the part that does not block, and after it."""
+    server = transport.server()
+    assert transport.loop.wait(0.001, busy_poll=PATIENCE) == []
+    assert transport.loop.wait(0, busy_poll=PATIENCE) == []
+    transport.loop.wake()
+    assert transport.loop.wait(None, busy_poll=PATIENCE) == []
+    with Loop() as loop:
+        read, write = os.pipe()
+        loop.add(read)
+        for busy_poll in (1e-6, PATIENCE):
+            writer = threading.Timer(0.01, os.write, (write, b"x"))
+            writer.start()
+            assert loop.wait(None, busy_poll=busy_poll) == [read]
+            writer.join()
+            os.read(read, 1)
+        os.close(read)
+        os.close(write)
+    assert server.receive() is None
+
+
 def test_wake_from_another_thread(leak_check: None) -> None:
     with Loop() as loop:
         waker = threading.Thread(target=loop.wake)

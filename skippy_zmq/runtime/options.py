@@ -21,10 +21,17 @@ from skippy_zmq.wire.limits import MAX_BATCH_ROWS, MAX_LANES
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
 CACHE_TYPES: tuple[str, ...] = get_args(CacheType)
 
+_OWN_CORES_BUSY_POLL_SECONDS = 0.05
+
 
 def available_cores() -> int:
     """Cores this process may use (its affinity, not the machine's count)."""
     return len(os.sched_getaffinity(0))
+
+
+def has_own_cores(threads: int) -> bool:
+    """Whether this process is pinned to as many cores as it has threads: they are then meant for it alone."""
+    return available_cores() <= threads and available_cores() < (os.cpu_count() or 1)
 
 
 class StageOptions(BaseModel):
@@ -97,6 +104,13 @@ class StageOptions(BaseModel):
     in_flight_mib: int = Field(
         256, ge=1, le=65_536, description="most MiB of activations under way between stages at once"
     )
+    busy_poll_ms: int | None = Field(
+        None,
+        ge=0,
+        le=1000,
+        description="while sessions run, keep the core awake this long waiting for the next batch (default: 50 where "
+        "the stage is pinned to a core per thread, else 0)",
+    )
 
     @field_validator("device", "tensor_split", mode="before")
     @classmethod
@@ -139,6 +153,12 @@ class StageOptions(BaseModel):
         if self.chunk_sizes and "chunk_policy" not in self.model_fields_set:
             return "fixed" if len(self.chunk_sizes) == 1 else "schedule"
         return self.chunk_policy
+
+    @property
+    def busy_poll_seconds(self) -> float:
+        if self.busy_poll_ms is not None:
+            return self.busy_poll_ms / 1000
+        return _OWN_CORES_BUSY_POLL_SECONDS if has_own_cores(self.threads) else 0.0
 
     def _check_chunks(self) -> None:
         if self.chunking == "adaptive" and self.chunk_sizes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -11,9 +12,10 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
 
-# An idle stage's OpenMP threads would spin and take the cores of the one that works. libgomp reads this when it is
-# loaded, so it must be set before anything imports the extension.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# An idle stage's OpenMP threads would spin and take the cores of the one that works; threads that sleep too soon, at
+# every barrier within a step, cost more. libgomp reads this when it is loaded, so it must be set before anything
+# imports the extension.
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 # Where llama.cpp aborts after all, it would first start a debugger to print a backtrace.
 os.environ.setdefault("GGML_NO_BACKTRACE", "1")
 
@@ -119,6 +121,9 @@ def _serve(config: StageConfig) -> None:
         )
         stack.callback(stage.close)
         log.info("layers %s of %s loaded, listening on %s", config.layers, source.path.name, endpoint)
+        gc.collect()
+        gc.freeze()  # what is there now stays: no collection has to look at it again
+        stack.callback(gc.unfreeze)
         with _signals(stage.stop, loop.wakeup_fd, config.drain_seconds):
             stage.run()
         log.info("stopped")

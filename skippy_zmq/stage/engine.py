@@ -209,8 +209,9 @@ class Stage:
     def run(self) -> None:
         """Serve until stopped. Raises HandshakeError or ProtocolError where a neighbour refuses this stage."""
         self._announce()
+        busy_poll = self.model.options.busy_poll_seconds
         while not self._finished():
-            for source in self.loop.wait(self._timeout()):
+            for source in self.loop.wait(self._timeout(), busy_poll if self._batches.sessions else 0.0):
                 if isinstance(source, Server):
                     self._drain_server(source)
                 elif isinstance(source, Link):

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import zmq
 
@@ -15,6 +15,8 @@ from skippy_zmq.transport.link import Link, Server
 
 Source = Server | Link | int
 _MAX_POLL_MS = 2**31 - 1  # poll(2) takes an int; waiting is repeated after it
+# For one round of busy polling; libzmq's own thread, which shares the core, needs less.
+_SHARED_CORE_SECONDS = 0.0005
 _T = TypeVar("_T", Server, Link, int)
 
 
@@ -66,9 +68,11 @@ class Loop:
         elif isinstance(source, Server):
             self._servers.remove(source)
 
-    def wait(self, timeout: float | None) -> list[Source]:
+    def wait(self, timeout: float | None, busy_poll: float = 0.0) -> list[Source]:
         """Sources with something to read; block for ``timeout`` seconds at most, without end for None.
 
+        For the first ``busy_poll`` seconds the sources are asked again and again instead, as long as nobody else wants
+        this core: a core that sleeps takes a while to wake, and computes more slowly at first.
         The list may be empty early, after ``wake`` for one. Drain what is listed: ``receive`` until None, ``events``,
         ``take_losses``.
         """
@@ -77,7 +81,7 @@ class Loop:
         waits = [] if timeout is None else [timeout]
         waits += [link.redial_at - time.monotonic() for link in self._links if link.redial_at is not None]
         wait_ms = 0 if ready else _milliseconds(min(waits)) if waits else -1
-        for pollable, _ in self._poller.poll(wait_ms):
+        for pollable, _ in self._poll(wait_ms, busy_poll):
             if pollable == self._wake_read:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
@@ -91,6 +95,19 @@ class Loop:
                 ready.append(source)
         self._redial()
         return ready
+
+    def _poll(self, wait_ms: int, busy_poll: float) -> list[tuple[Any, int]]:
+        if busy_poll > 0 and wait_ms:
+            now = time.monotonic()
+            end = now + (busy_poll if wait_ms < 0 else min(busy_poll, wait_ms / 1000))
+            while now < end:
+                if ready := self._poller.poll(0):
+                    return ready
+                os.sched_yield()
+                before, now = now, time.monotonic()
+                if now - before > _SHARED_CORE_SECONDS:
+                    break  # somebody else ran here meanwhile
+        return self._poller.poll(wait_ms)
 
     def _redial(self) -> None:
         now = time.monotonic()
