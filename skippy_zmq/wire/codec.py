@@ -26,6 +26,8 @@ from skippy_zmq.wire.messages import (
     Detokenize,
     Generate,
     Kind,
+    KvImport,
+    KvPage,
     Message,
     TensorDescriptor,
     Tokenize,
@@ -37,7 +39,7 @@ _PREFIX_BYTES = 2  # frame 0: generation, kind
 _PREFIXES = {kind: bytes((GENERATION, kind)) for kind in Kind}
 _READERS = {int(kind): (kind, MESSAGE_FIELDS[cls].unpack) for kind, cls in MESSAGE_TYPES.items()}
 _WRITERS = {cls: (_PREFIXES[kind], MESSAGE_FIELDS[cls].pack) for kind, cls in MESSAGE_TYPES.items()}
-_WITH_PAYLOADS = (Activations, Tokens)
+_WITH_PAYLOADS = (Activations, Tokens, KvPage, KvImport)
 _FROM_USER = (Generate, Tokenize, Detokenize)
 
 
@@ -167,7 +169,7 @@ def _parse(kind: Kind, header: memoryview, size: int) -> Any:
 
 
 def _check_payloads(message: Message, payloads: Sequence[memoryview], size_before: int) -> None:
-    tensors: tuple[TensorDescriptor, ...] = message.tensors if isinstance(message, Activations | Tokens) else ()
+    tensors: tuple[TensorDescriptor, ...] = message.tensors if isinstance(message, _WITH_PAYLOADS) else ()
     name = type(message).__name__
     if len(payloads) != len(tensors):
         raise ProtocolError(f"{name}: wanted {len(tensors)} payload frames, one per tensor, got {len(payloads)}")

@@ -26,6 +26,12 @@ MAX_BATCH_ROWS = 2048
 MAX_LANES = 256  # LLAMA_MAX_SEQ
 MAX_DIMS = 4  # GGML_MAX_DIMS
 
+# Pages of attention state.
+MAX_PAGE_TOKENS = 4096
+MAX_PAGES = 16_384  # of one session
+LINK_BYTES = 32  # the name of a page: SHA-256
+MAX_DESCRIPTOR_BYTES = 256 << 10
+
 # Models and pipelines.
 MAX_LAYERS = 1024
 MAX_STAGES = 128
@@ -88,6 +94,8 @@ ERROR_CODES = MappingProxyType(
         "layer_mismatch": ErrorCode("the layer ranges leave a gap, overlap, or miss an end of the model", False),
         "crossing_mismatch": ErrorCode("the tensors wanted and offered at a boundary differ", False),
         "settings_mismatch": ErrorCode("lanes, context, cache types or batch sizes differ", False),
+        # Attention state.
+        "kv_page": ErrorCode("a page is damaged, does not fit, or is not here", False),
         # The stage itself.
         "bad_model_file": ErrorCode("a model file is damaged, incomplete or unsupported", False),
         "bad_option": ErrorCode("an option has a wrong value or cannot be honoured here", False),

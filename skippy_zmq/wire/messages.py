@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-GENERATION = 2
+GENERATION = 3
 
 
 class Kind(enum.IntEnum):
@@ -27,16 +27,28 @@ class Kind(enum.IntEnum):
     CANCEL = 11
     ACCEPTED = 12
     TOKENS = 13
+    RESUME = 14
+    KEPT = 15
     ACTIVATIONS = 20
     SESSION_CLOSE = 21
     BATCH_DONE = 22
     BATCH_FAILED = 23
+    KV_MATCH = 24
+    KV_KEEP = 25
+    KV_ANSWER = 26
     TOKENIZE = 30
     TOKENIZED = 31
     DETOKENIZE = 32
     DETOKENIZED = 33
     STATS = 40
     STATS_REPLY = 41
+    KV_EXPORT = 50
+    KV_PAGE = 51
+    KV_IMPORT = 52
+    KV_IMPORTED = 53
+    KV_SESSION = 54
+    KV_ADOPT = 55
+    KV_SESSION_REPLY = 56
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +96,7 @@ class StageFacts:
     row_class_low: int = 1
     row_class_high: int = 1
     reproducible: bool = False
+    kv_page_tokens: int = 0  # of a page of attention state; 0: this stage keeps none
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +198,8 @@ class Generate:
     """A request: exactly one of ``prompt``, ``messages`` and ``token_ids`` is set. Client to stage 0.
 
     ``timeout_ms``: the whole request, queueing included; 0 = the stage's own limit. ``logits``: send those that each
-    token was chosen by.
+    token was chosen by. ``keep``: hold on to the attention state when the answer is complete, which KEPT then names.
+    ``session``: the name of a kept or adopted state to begin with, as far as its tokens begin the prompt.
     """
 
     kind: ClassVar[Kind] = Kind.GENERATE
@@ -198,6 +212,8 @@ class Generate:
     stop: tuple[str, ...] = ()
     timeout_ms: int = 0
     logits: bool = False
+    keep: bool = False
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,11 +224,34 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Stage 0 to client: the request has a lane, its prompt is this."""
+    """Stage 0 to client: the request has a lane, its prompt is this; its first ``reused`` tokens need not be run."""
 
     kind: ClassVar[Kind] = Kind.ACCEPTED
     request: str
     prompt_token_ids: tuple[int, ...]
+    reused: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Client to stage 0, when the pipeline is ready once more: go on with the answer, of which ``received`` tokens came.
+
+    Sent for every request that was under way; one that was not interrupted is none the wiser.
+    """
+
+    kind: ClassVar[Kind] = Kind.RESUME
+    request: str
+    received: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Stage 0 to client: every stage keeps the state of the ``n_tokens`` tokens of ``session``; 0: it was not kept."""
+
+    kind: ClassVar[Kind] = Kind.KEPT
+    request: str
+    session: str
+    n_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +287,11 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class SessionOpen:
-    """Travels with the first rows of a session down to the last stage, which samples for it."""
+    """Travels with the first rows of a session down to the last stage, which samples for it.
+
+    ``restored``: the lane begins with that many tokens, of the pages that KV_MATCH found. ``received``: generated
+    tokens that the client has already: chosen again, they are not sent.
+    """
 
     session: str
     lane: int
@@ -259,6 +302,9 @@ class SessionOpen:
     sampling: SamplingParams
     stop: tuple[str, ...] = ()
     logits: bool = False
+    restored: int = 0
+    keep: bool = False
+    received: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +395,105 @@ class BatchFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class KvMatch:
+    """Down the ring: how many of these pages does every stage have? They stay until the session opens or is closed.
+
+    ``links``: the 32-byte names of consecutive pages of 64 or whatever tokens, from token 0 on. ``pages``: what every
+    stage in front has of them, from the first on.
+    """
+
+    kind: ClassVar[Kind] = Kind.KV_MATCH
+    session: str
+    links: bytes
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvKeep:
+    """Down the ring, before the end of ``session``: keep the pages of all of its tokens. ``pages``: kept in front."""
+
+    kind: ClassVar[Kind] = Kind.KV_KEEP
+    session: str
+    lane: int
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvAnswer:
+    """Last stage to stage 0: what became of KV_MATCH or KV_KEEP: pages from the first on that all stages have."""
+
+    kind: ClassVar[Kind] = Kind.KV_ANSWER
+    session: str
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvExport:
+    """Client to any stage: send the page named ``link`` (32 bytes)."""
+
+    kind: ClassVar[Kind] = Kind.KV_EXPORT
+    request: str
+    link: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KvPage:
+    """A page: its descriptor (skippy_zmq.kv.page, packed) and, as the only payload, its bytes."""
+
+    kind: ClassVar[Kind] = Kind.KV_PAGE
+    request: str
+    descriptor: bytes
+    tensors: tuple[TensorDescriptor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvImport:
+    """Client to any stage: hold this page, as KvPage describes it; its layers have to be the stage's."""
+
+    kind: ClassVar[Kind] = Kind.KV_IMPORT
+    request: str
+    descriptor: bytes
+    tensors: tuple[TensorDescriptor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvImported:
+    kind: ClassVar[Kind] = Kind.KV_IMPORTED
+    request: str
+
+
+@dataclass(frozen=True, slots=True)
+class KvSession:
+    """Client to stage 0: what are the tokens of the kept state ``session``?"""
+
+    kind: ClassVar[Kind] = Kind.KV_SESSION
+    request: str
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class KvAdopt:
+    """Client to stage 0: the pages of these tokens are on all stages now; the first ``n_prompt`` are a prompt's."""
+
+    kind: ClassVar[Kind] = Kind.KV_ADOPT
+    request: str
+    token_ids: tuple[int, ...]
+    n_prompt: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvSessionReply:
+    """The state ``session``: its tokens, how many of them were a prompt, and the tokens of one page."""
+
+    kind: ClassVar[Kind] = Kind.KV_SESSION_REPLY
+    request: str
+    session: str
+    token_ids: tuple[int, ...]
+    n_prompt: int
+    page_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tokenize:
     kind: ClassVar[Kind] = Kind.TOKENIZE
     request: str
@@ -405,15 +550,27 @@ Message = (
     | Cancel
     | Accepted
     | Tokens
+    | Resume
+    | Kept
     | Activations
     | SessionClose
     | BatchDone
     | BatchFailed
+    | KvMatch
+    | KvKeep
+    | KvAnswer
     | Tokenize
     | Tokenized
     | Detokenize
     | Detokenized
     | Stats
     | StatsReply
+    | KvExport
+    | KvPage
+    | KvImport
+    | KvImported
+    | KvSession
+    | KvAdopt
+    | KvSessionReply
 )
 MESSAGE_TYPES: dict[Kind, Any] = {t.kind: t for t in Message.__args__}

@@ -35,10 +35,12 @@ from skippy_zmq.wire.fields import (
 from skippy_zmq.wire.limits import (
     DTYPE_BYTES,
     ERROR_CODES,
+    LINK_BYTES,
     MAX_BATCH_ROWS,
     MAX_CHAT_MESSAGES,
     MAX_COUNTERS,
     MAX_CROSSING_TENSORS,
+    MAX_DESCRIPTOR_BYTES,
     MAX_DIMS,
     MAX_ERROR_BYTES,
     MAX_GRAMMAR_BYTES,
@@ -48,6 +50,8 @@ from skippy_zmq.wire.limits import (
     MAX_LAYERS,
     MAX_LOGIT_BIAS,
     MAX_NAME_BYTES,
+    MAX_PAGE_TOKENS,
+    MAX_PAGES,
     MAX_PAYLOAD_BYTES,
     MAX_POSITION,
     MAX_PROMPT_TOKENS,
@@ -85,6 +89,7 @@ _RULES: Mapping[str, Field] = {
     "content": _TEXT,
     "counters": mapping(_NAME, integer(-MAX_INT64, MAX_INT64), MAX_COUNTERS),
     "data": binary(0, MAX_TEXT_BYTES),
+    "descriptor": binary(1, MAX_DESCRIPTOR_BYTES),
     "dry_allowed_length": _SIGNED,
     "dry_penalty_last_n": _SIGNED,
     "dry_sequence_breakers": array_of(text(1, MAX_STOP_BYTES), 0, MAX_STOP_STRINGS),
@@ -97,10 +102,13 @@ _RULES: Mapping[str, Field] = {
     "grammar": text(0, MAX_GRAMMAR_BYTES),
     "index": _COUNT,
     "kv_bytes": _COUNT,
+    "kv_page_tokens": integer(0, MAX_PAGE_TOKENS),
     "lane": _LANE,
     "lanes": integer(1, MAX_LANES),
     "layer_end": integer(1, MAX_LAYERS),
     "layer_start": integer(0, MAX_LAYERS - 1),
+    "link": binary(LINK_BYTES, LINK_BYTES),
+    "links": binary(LINK_BYTES, MAX_PAGES * LINK_BYTES),
     "logit_bias": biases(MAX_LOGIT_BIAS),
     "max_tokens": integer(1, MAX_POSITION),
     "message": text(0, MAX_ERROR_BYTES),
@@ -113,12 +121,15 @@ _RULES: Mapping[str, Field] = {
     "n_layers": integer(1, MAX_LAYERS),
     "n_prompt": integer(1, MAX_PROMPT_TOKENS),
     "n_rows": integer(1, MAX_BATCH_ROWS),
+    "n_tokens": integer(0, MAX_PROMPT_TOKENS),
     "n_ubatch": integer(1, MAX_BATCH_ROWS),
     "n_vocab": integer(1, MAX_TOKEN_ID),
     "name": _NAME,
     "nbytes": integer(1, MAX_PAYLOAD_BYTES),
     "nonce": _COUNT,
     "occurrence": integer(0, MAX_TENSORS - 1),
+    "page_tokens": integer(1, MAX_PAGE_TOKENS),
+    "pages": integer(0, MAX_PAGES),
     "peer": _NAME,
     "phase": one_of(("prefill", "decode", "mixed")),
     "position": integer(0, MAX_POSITION),
@@ -126,8 +137,11 @@ _RULES: Mapping[str, Field] = {
     "prompt": optional(_TEXT),
     "prompt_token_ids": token_ids(1, MAX_PROMPT_TOKENS),
     "reason": one_of(("done", "cancelled", "error")),
+    "received": integer(0, MAX_POSITION),
     "repeat_last_n": _SIGNED,
     "request": _NAME,
+    "restored": integer(0, MAX_POSITION),
+    "reused": integer(0, MAX_PROMPT_TOKENS),
     "row_class_high": integer(1, MAX_BATCH_ROWS),
     "row_class_low": integer(1, MAX_BATCH_ROWS),
     "row_bytes": integer(0, MAX_PAYLOAD_BYTES),
@@ -150,7 +164,10 @@ _RULES: Mapping[str, Field] = {
     "Activations.tokens": token_bytes(MAX_BATCH_ROWS),
     "ChatMessage.role": one_of(("system", "developer", "user", "assistant", "tool")),
     "Error.request": text(0, MAX_NAME_BYTES),
+    "Generate.session": text(0, MAX_NAME_BYTES),
     "Generate.token_ids": optional(token_ids(1, MAX_PROMPT_TOKENS)),
+    "Kept.session": text(0, MAX_NAME_BYTES),
+    "KvAdopt.token_ids": token_ids(1, MAX_PROMPT_TOKENS),
     "Hello.role": one_of(("upstream", "ring", "client")),
 }
 # How many structs of a class a field may hold.
@@ -161,6 +178,8 @@ _STRUCT_COUNTS: Mapping[str, tuple[int, int]] = {
     "BatchDone.tokens": (0, MAX_LANES),
     "BatchFailed.opens": (0, MAX_LANES),
     "Generate.messages": (1, MAX_CHAT_MESSAGES),
+    "KvImport.tensors": (1, 1),
+    "KvPage.tensors": (1, 1),
     "Ready.stages": (1, MAX_STAGES),
     "Tokens.tensors": (0, 1),
     "StageFacts.offered": (0, MAX_CROSSING_TENSORS),
@@ -193,7 +212,22 @@ def _check_generate(request: m.Generate) -> None:
             raise FieldError(f"at most {MAX_TEXT_BYTES} bytes of text in all", size, ".messages")
 
 
+def _check_match(match: m.KvMatch) -> None:
+    if len(match.links) % LINK_BYTES or match.pages > len(match.links) // LINK_BYTES:
+        raise FieldError(
+            f"whole names of {LINK_BYTES} bytes, for at least {match.pages} pages", len(match.links), ".links"
+        )
+
+
+def _check_tokens(of: m.KvAdopt | m.KvSessionReply) -> None:
+    if of.n_prompt > len(of.token_ids):
+        raise FieldError(f"at most the {len(of.token_ids)} tokens there are", of.n_prompt, ".n_prompt")
+
+
 _CHECKS: Mapping[type[Any], Callable[[Any], None]] = {
+    m.KvAdopt: _check_tokens,
+    m.KvMatch: _check_match,
+    m.KvSessionReply: _check_tokens,
     m.Activations: check_batch,
     m.Generate: _check_generate,
     m.Hello: _check_hello,
