@@ -76,7 +76,9 @@ class PageDescriptor:
         check_binary(f"{_WHAT}: link_before", self.link_before, LINK_BYTES)
         check_binary(f"{_WHAT}: link_after", self.link_after, LINK_BYTES)
         if (self.first == 0) != (self.link_before == ROOT):
-            raise refused("link_before", f"the root at token 0 only, and this page starts at {self.first}", "otherwise")
+            raise refused(
+                f"{_WHAT}: link_before", f"the root at token 0 only, and first is {self.first}", self.link_before
+            )
         size = payload_size(self.layers, self.n_tokens)
         if size > MAX_PAGE_BYTES:
             raise refused(f"{_WHAT}: layers and tokens", f"at most {MAX_PAGE_BYTES} bytes", f"{size}")

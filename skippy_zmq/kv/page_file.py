@@ -2,7 +2,7 @@
 
 The blocks of layer n are tensors ``layers.n.k`` and ``layers.n.v``, U8, shaped tokens by row bytes (a transposed V:
 elements by bytes of all tokens). The metadata's ``page`` is the descriptor as JSON, links and checksum in hex. Headers
-are written here because the safetensors package orders tensors by name: layer 10 before layer 2, the payload torn apart.
+are written here because the safetensors package orders tensors by name: layer 10 before 2, the payload torn apart.
 """
 
 from __future__ import annotations
