@@ -1,8 +1,8 @@
 """Saved sessions: a directory of page files and a manifest, written page by page and read in any split.
 
-What makes a directory a saved session is its manifest, which is renamed into place last, when all files are on the disk:
-a save that was cut short leaves the session that was there before, or none. Files of a save have names of their own, so
-saving over a session touches nothing of it until then.
+What makes a directory a saved session is its manifest, renamed into place last, when all files are on the disk: a save
+that was cut short leaves the session that was there before, or none. Files of a save have names of their own, so saving
+over a session touches nothing of it until then.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import BinaryIO
 
 from skippy_zmq.errors import KvPageError
 from skippy_zmq.kv.chain import TokenLinks
-from skippy_zmq.kv.checks import shown
+from skippy_zmq.kv.checks import check_integer, shown
 from skippy_zmq.kv.descriptor import PageFacts, check_fits
 from skippy_zmq.kv.layout import LayerRows
-from skippy_zmq.kv.limits import MAX_MANIFEST_BYTES, MAX_SESSION_FILES
+from skippy_zmq.kv.limits import MAX_MANIFEST_BYTES, MAX_PAGE_TOKENS, MAX_SESSION_FILES
 from skippy_zmq.kv.page import KvPage, join
 from skippy_zmq.kv.page_file import open_regular, read_page, write_page
 from skippy_zmq.kv.session_manifest import (
@@ -106,7 +106,7 @@ class SessionWriter:
             self._files.append(SessionFile(name, file_bytes, digest.digest(), layers, descriptor.first, descriptor.end))
 
     def commit(self) -> SessionManifest:
-        """Make what was added the saved session, in place of one that was there; KvPageError where pages are missing."""
+        """Make what was added the saved session, in place of the one before; KvPageError where pages are missing."""
         with _named(self.directory):
             layers = tuple(self._layers[layer] for layer in sorted(self._layers))
             if not layers:
@@ -148,7 +148,7 @@ class SessionWriter:
 
 
 class SavedSession:
-    """A saved session, opened: its manifest is checked, and that all files are there in their sizes. Raises KvPageError.
+    """A saved session, opened: its manifest is checked, and that all files are there in their sizes, or KvPageError.
 
     What is in a file is checked when it is read: by ``pages``, or by ``verify`` for all of them.
     """
@@ -157,7 +157,8 @@ class SavedSession:
         self.directory = directory
         with _named(directory):
             with open_regular(directory / MANIFEST) as file:
-                self.manifest = decode_manifest(file.read(MAX_MANIFEST_BYTES + 1))
+                size = min(os.fstat(file.fileno()).st_size, MAX_MANIFEST_BYTES)
+                self.manifest = decode_manifest(file.read(size + 1))
             for entry in self.manifest.files:
                 self._open(entry).close()
         facts = self.manifest.facts
@@ -174,17 +175,21 @@ class SavedSession:
     def pages(self, within: LayerRange, page_tokens: int | None = None) -> Iterator[KvPage]:
         """The pages of one stage, first tokens first, each verified before it is handed out.
 
-        ``within``: any layers of the model. ``page_tokens``: tokens of a page; as they were saved unless given. Only the
-        files that a page needs are in memory. No page comes where none of the layers keeps state.
+        ``within``: any layers of the model. ``page_tokens``: tokens of a page; as they were saved unless given. Only
+        the files that a page needs are in memory. No page comes where none of the layers keeps state.
         """
         layers = self.layers(within)
         if not layers:
             return
-        files = [file for file in self.manifest.files if file.layers.start < within.end > within.start]
-        files = [file for file in files if any(file.layers.start <= rows.layer < file.layers.end for rows in layers)]
+        files = [
+            file
+            for file in self.manifest.files
+            if any(file.layers.start <= rows.layer < file.layers.end for rows in layers)
+        ]
         if page_tokens is None:
             ends = sorted({file.end for file in files} | {file.first for file in files if file.first})
         else:
+            check_integer("page_tokens", page_tokens, 1, MAX_PAGE_TOKENS)
             ends = [*range(page_tokens, self.manifest.n_cached, page_tokens), self.manifest.n_cached]
         loaded: dict[str, KvPage] = {}
         first = 0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skippy_zmq.errors import KvPageError
-from skippy_zmq.kv.chain import LINK_BYTES, TokenLinks
+from skippy_zmq.kv.chain import TokenLinks
 from skippy_zmq.kv.checks import check_binary, check_integer, check_text, refused, shown
 from skippy_zmq.kv.descriptor import CHECKSUM_BYTES, layers_from_arrays, layers_to_arrays
 from skippy_zmq.kv.layout import LayerRows
@@ -33,18 +33,32 @@ KIND = "skippy-zmq session"
 OPENING = f'{{"kind": "{KIND}"'.encode()  # what every manifest begins with
 FILE_NAME = re.compile(r"layers-[0-9]{4}-[0-9]{4}\.tokens-[0-9]{10}-[0-9]{10}\.[0-9a-f]{8}\.safetensors")
 _KEYS = frozenset(
-    ("kind", "format", "name", "model", "build", "n_ctx", "page_tokens", "link_after", "n_cached", "layers", "files")
-    + ("tokens", "extra", "checksum")
+    [
+        "kind",
+        "format",
+        "name",
+        "model",
+        "build",
+        "n_ctx",
+        "page_tokens",
+        "link_after",
+        "n_cached",
+        "layers",
+        "files",
+        "tokens",
+        "extra",
+        "checksum",
+    ]
 )
-_FILE_KEYS = frozenset(("name", "bytes", "sha256", "layer_start", "layer_end", "first", "end"))
+_FILE_KEYS = frozenset(["name", "bytes", "sha256", "layer_start", "layer_end", "first", "end"])
 
 
 @dataclass(frozen=True, slots=True)
 class SessionFacts:
     """What a session is, apart from its attention state.
 
-    ``tokens`` may go on where the state ends: a sampled token that no stage has run yet. ``extra`` is kept for others as
-    it is: values that JSON has, at most ``limits.MAX_OPAQUE_BYTES`` of it. Raises KvPageError.
+    ``tokens`` may go on where the state ends: a sampled token that no stage has run yet. ``extra`` is kept for others
+    as it is: values that JSON has, at most ``limits.MAX_OPAQUE_BYTES`` of it. Raises KvPageError.
     """
 
     name: str
@@ -77,7 +91,7 @@ class SessionFacts:
 
 @dataclass(frozen=True, slots=True)
 class SessionFile:
-    """One page file: the session's layers in ``layers``, tokens ``first`` to ``end``. ``sha256`` is of all its bytes."""
+    """A page file: the session's layers in ``layers``, tokens ``first`` to ``end``. ``sha256`` is of all its bytes."""
 
     name: str
     file_bytes: int
@@ -89,7 +103,7 @@ class SessionFile:
 
 @dataclass(frozen=True, slots=True)
 class SessionManifest:
-    """``layers``: all that keep state, ascending. ``n_cached``: tokens whose state the files hold, from the first on."""
+    """``layers``: all that keep state, ascending. ``n_cached``: tokens, from the first on, whose state is in files."""
 
     facts: SessionFacts
     layers: tuple[LayerRows, ...]
@@ -151,7 +165,7 @@ def encode_manifest(manifest: SessionManifest) -> bytes:
         "tokens": facts.tokens,
         "extra": dict(facts.extra),
     }
-    values["checksum"] = _checksum(values)
+    values["checksum"] = hashlib.sha256(json.dumps(values).encode()).hexdigest()
     data = json.dumps(values).encode()
     if len(data) > MAX_MANIFEST_BYTES:
         raise KvPageError(f"{MANIFEST}: wanted at most {MAX_MANIFEST_BYTES} bytes, got {len(data)}")
@@ -187,12 +201,8 @@ def decode_manifest(data: bytes) -> SessionManifest:
         n_cached=values["n_cached"],
         files=tuple(_file(entry) for entry in _array("files", values["files"], MAX_SESSION_FILES)),
     )
-    link = TokenLinks(facts.tokens, facts.page_tokens).at(manifest.n_cached)
-    if _binary("link_after", values["link_after"], LINK_BYTES) != link:
-        raise refused(f"{MANIFEST}: link_after", f"{link.hex()}, as of tokens", values["link_after"])
-    found = _checksum({key: value for key, value in values.items() if key != "checksum"})
-    if values["checksum"] != found:
-        raise refused(f"{MANIFEST}: checksum", found, values["checksum"])
+    if encode_manifest(manifest) != data:
+        raise KvPageError(f"{MANIFEST}: damaged: its link_after or checksum does not fit its entries")
     return manifest
 
 
@@ -245,8 +255,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) != len(pairs):
         raise KvPageError(f"{MANIFEST}: wanted each key once in an object")
     return values
-
-
-def _checksum(values: Mapping[str, Any]) -> str:
-    """Of all entries, however the file is spaced."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
