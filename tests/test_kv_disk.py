@@ -1,4 +1,4 @@
-"""Pages on disk: they survive a restart, what is damaged or foreign is set aside, a disk that fails costs no request."""
+"""Pages on disk survive a restart, what is damaged or foreign is set aside, a disk that fails costs no request."""
 
 from __future__ import annotations
 
