@@ -204,7 +204,7 @@ def check_saved(saved: SavedSession, stages: Sequence[StageFacts]) -> None:
                 raise KvPageError(f"{what}: {part} cache of layer {rows.layer}: wanted {wanted}, got {got}")
     if saved.manifest.n_cached >= first.n_ctx:
         raise KvPageError(
-            f"{what}: it has {saved.manifest.n_cached} tokens, and with a new one they do not fit the {first.n_ctx} of a lane"
+            f"{what}: it has {saved.manifest.n_cached} tokens, and a lane holds {first.n_ctx} with those to come"
         )
 
 
