@@ -95,8 +95,6 @@ ERROR_CODES = MappingProxyType(
         "layer_mismatch": ErrorCode("the layer ranges leave a gap, overlap, or miss an end of the model", False),
         "crossing_mismatch": ErrorCode("the tensors wanted and offered at a boundary differ", False),
         "settings_mismatch": ErrorCode("lanes, context, cache types or batch sizes differ", False),
-        # Attention state.
-        "kv_page": ErrorCode("a page is damaged, does not fit, or is not here", False),
         # The stage itself.
         "bad_model_file": ErrorCode("a model file is damaged, incomplete or unsupported", False),
         "bad_option": ErrorCode("an option has a wrong value or cannot be honoured here", False),
