@@ -116,6 +116,22 @@ class StageContext:
     def forget_trials(self) -> None:
         """Empty every lane and leave no trace of trials."""
 
+    @property
+    def kv_refusal(self) -> str: ...
+
+    @property
+    def kv_layers(self) -> list[tuple[int, str, str, int, int, bool]]:
+        """
+        (layer, K type, V type, bytes of K, bytes of V of a token, whether V is transposed) of own layers.
+        """
+
+    def export_kv(self, lane: int, first: int, end: int) -> NDArray[numpy.uint8]: ...
+
+    def import_kv(self, lane: int, pages: Sequence[tuple[NDArray[numpy.uint8], int]]) -> None:
+        """
+        Let a lane hold the tokens of (payload, number of tokens), one behind the other, and nothing else.
+        """
+
     def memory(self) -> tuple[int, int, int]: ...
 
 class GrammarError(ValueError):

@@ -5,7 +5,8 @@
     |   |-- ModelFileError        a model file is damaged, incomplete or unsupported
     |   |-- OptionError           an option has a wrong value or cannot be honoured here
     |   |-- EndpointError         an address cannot be bound or reached
-    |   `-- RequestError          a request that no retry will help (carries a wire error code)
+    |   |-- RequestError          a request that no retry will help (carries a wire error code)
+    |   `-- KvPageError           a KV page or saved session is damaged, or belongs to something else
     |-- PeerError                 the other side broke the protocol or refused us
     |   |-- ProtocolError         a message that does not follow docs/protocol.md
     |   `-- HandshakeError        two stages that do not fit together
@@ -53,6 +54,10 @@ class EndpointError(UserError):
 
 class RequestError(UserError):
     code = "invalid_request"
+
+
+class KvPageError(UserError):
+    code = "kv_page"
 
 
 class PeerError(SkippyError):

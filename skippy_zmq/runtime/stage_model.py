@@ -10,6 +10,8 @@ import numpy.typing as npt
 
 from skippy_zmq import _native
 from skippy_zmq.errors import ModelFileError, NativeError, OptionError, ProtocolError, RequestError
+from skippy_zmq.kv.layout import LayerRows as KvLayerRows
+from skippy_zmq.runtime import kv_pages
 from skippy_zmq.runtime.options import StageOptions
 from skippy_zmq.sources.gguf_model import GgufModel
 from skippy_zmq.topology import LayerRange
@@ -138,6 +140,24 @@ class StageModel:
     @property
     def offered(self) -> tuple[CrossingSpec, ...]:
         return tuple(CrossingSpec(*spec) for spec in self.native_context.offered)
+
+    @property
+    def kv_layers(self) -> tuple[KvLayerRows, ...]:
+        """What the own layers keep of a token; those without attention state of their own are left out."""
+        return kv_pages.kv_layers(self.native_context)
+
+    @property
+    def kv_refusal(self) -> str:
+        """Why lanes of this stage have no pages; empty where they have."""
+        return self.native_context.kv_refusal
+
+    def export_kv(self, lane: int, first: int, end: int) -> kv_pages.Payload:
+        """The payload of a page of tokens [first, end) of ``lane``; raise KvPageError where there is none."""
+        return kv_pages.export_kv(self.native_context, lane, first, end)
+
+    def import_kv(self, lane: int, payloads: Sequence[kv_pages.Buffer], n_tokens: Sequence[int]) -> None:
+        """Let ``lane`` hold the tokens of these pages and nothing else; empty it and raise KvPageError if it cannot."""
+        kv_pages.import_kv(self.native_context, lane, payloads, n_tokens)
 
     def memory(self) -> Memory:
         return Memory(*self.native_context.memory())

@@ -22,6 +22,7 @@ _CLASSES: Mapping[str, type[errors.SkippyError]] = {
     "bad_model_file": errors.ModelFileError,
     "bad_option": errors.OptionError,
     "bad_endpoint": errors.EndpointError,
+    "kv_page": errors.KvPageError,
     "native": errors.NativeError,
     "internal": errors.SkippyError,
 }

@@ -75,6 +75,7 @@ ERROR_CODES = MappingProxyType(
         "duplicate_request": ErrorCode("a request of this id is already known", False),
         "unknown_request": ErrorCode("no request of this id is known", False),
         "cancelled": ErrorCode("the request was cancelled", False),
+        "kv_page": ErrorCode("a KV page or saved session is damaged, or belongs to something else", False),
         # The moment.
         "retry": ErrorCode("nothing is wrong with the request: try again", True),
         "busy": ErrorCode("all lanes and the queue are full", True),

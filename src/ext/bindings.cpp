@@ -296,6 +296,44 @@ void bind_context(nb::module_ &m) {
             "first_lane"_a, "n_lanes"_a, "Run a row on each of some neighbouring lanes; the bits of each.")
         .def("forget_trials", &StageContext::forget_trials, nb::call_guard<nb::gil_scoped_release>(),
              "Empty every lane and leave no trace of trials.")
+        .def_prop_ro("kv_refusal", [](const StageContext &self) { return self.pages().refusal(); })
+        .def_prop_ro(
+            "kv_layers",
+            [](const StageContext &self) {
+                std::vector<std::tuple<int, std::string, std::string, uint64_t, uint64_t, bool>> layers;
+                for (const KvLayerRows &rows : self.pages().layers()) {
+                    layers.emplace_back(rows.layer, ggml_type_name(rows.k_type), ggml_type_name(rows.v_type),
+                                        rows.k_row_bytes, rows.v_row_bytes, rows.v_transposed);
+                }
+                return layers;
+            },
+            "(layer, K type, V type, bytes of K, bytes of V of a token, whether V is transposed) of own layers.")
+        .def(
+            "export_kv",
+            [](const StageContext &self, int lane, int first, int end) {
+                std::unique_ptr<uint8_t[]> payload;
+                {
+                    const nb::gil_scoped_release no_gil;
+                    payload = self.export_kv(lane, first, end);
+                }
+                const auto n = static_cast<size_t>(end - first);
+                return owned_array(std::move(payload), n * self.pages().token_bytes());
+            },
+            "lane"_a, "first"_a, "end"_a,
+            nb::sig("def export_kv(self, lane: int, first: int, end: int) -> NDArray[numpy.uint8]"))
+        .def(
+            "import_kv",
+            [](StageContext &self, int lane, const std::vector<std::pair<Bytes, int>> &pages) {
+                std::vector<KvPayload> payloads;
+                for (const auto &[bytes, n_tokens] : pages) {
+                    payloads.push_back({bytes.data(), bytes.size(), n_tokens});
+                }
+                const nb::gil_scoped_release no_gil;
+                self.import_kv(lane, payloads);
+            },
+            "lane"_a, "pages"_a,
+            nb::sig("def import_kv(self, lane: int, pages: Sequence[tuple[NDArray[numpy.uint8], int]]) -> None"),
+            "Let a lane hold the tokens of (payload, number of tokens), one behind the other, and nothing else.")
         .def("memory", [](const StageContext &self) {
             const StageContext::Memory memory = self.memory();
             return std::make_tuple(memory.weights, memory.kv, memory.compute);

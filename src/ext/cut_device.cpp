@@ -1,5 +1,7 @@
 #include "cut_device.h"
 
+#include "state_traffic.h"
+
 #include <sys/mman.h>
 
 namespace skippy {
@@ -90,6 +92,9 @@ ggml_backend_buffer_t CutDevice::alloc_buffer(ggml_backend_buffer_type_t type, s
 void CutDevice::set_tensor(ggml_backend_buffer_t buffer, ggml_tensor *tensor, const void *data, size_t offset,
                            size_t size) {
     CutDevice &self = of(buffer);
+    if (StateTraffic::note(tensor, data, offset, size)) {
+        return;
+    }
     if (buffer->usage != GGML_BACKEND_BUFFER_USAGE_WEIGHTS && !self.before) {
         self.cut.crossing_.store(tensor, data, offset, size);
     }
@@ -98,6 +103,9 @@ void CutDevice::set_tensor(ggml_backend_buffer_t buffer, ggml_tensor *tensor, co
 void CutDevice::get_tensor(ggml_backend_buffer_t buffer, const ggml_tensor *tensor, void *data, size_t offset,
                            size_t size) {
     Crossing &crossing = of(buffer).cut.crossing_;
+    if (StateTraffic::note(tensor, data, offset, size)) {
+        return;
+    }
     if (buffer->usage == GGML_BACKEND_BUFFER_USAGE_WEIGHTS) {
         crossing.fetch_weight(tensor);
     } else {

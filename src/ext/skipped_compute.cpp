@@ -16,6 +16,7 @@ thread_local std::vector<ggml_backend_t> *made = nullptr;
 thread_local std::vector<ggml_backend_t> made_here;
 
 thread_local SkippedCompute::Visit visit_instead;
+thread_local const SkippedCompute *watching = nullptr;
 
 ggml_status compute_nothing(ggml_backend_t, ggml_cgraph *graph) {
     if (visit_instead) {
@@ -70,22 +71,38 @@ void SkippedCompute::stop_noting() {
     }
 }
 
-void SkippedCompute::skip(Visit visit) {
+ggml_status SkippedCompute::visit_and_compute(ggml_backend_t backend, ggml_cgraph *graph) {
+    visit_instead(graph);
+    for (const auto &[known, compute] : watching->backends_) {
+        if (known == backend) {
+            return compute(backend, graph);
+        }
+    }
+    return GGML_STATUS_FAILED;
+}
+
+void SkippedCompute::replace(Visit visit, Compute compute) {
     stop_noting();
     visit_instead = std::move(visit);
-    skipping_ = true;
-    for (const auto &[backend, compute] : backends_) {
-        backend->iface.graph_compute = compute_nothing;
+    watching = this;
+    replaced_ = true;
+    for (const auto &[backend, usual] : backends_) {
+        backend->iface.graph_compute = compute;
     }
 }
 
+void SkippedCompute::skip(Visit visit) { replace(std::move(visit), compute_nothing); }
+
+void SkippedCompute::watch(Visit visit) { replace(std::move(visit), visit_and_compute); }
+
 void SkippedCompute::restore() {
     stop_noting();
-    if (!skipping_) { // the context may be gone
+    if (!replaced_) { // the context may be gone
         return;
     }
-    skipping_ = false;
+    replaced_ = false;
     visit_instead = nullptr;
+    watching = nullptr;
     for (const auto &[backend, compute] : backends_) {
         backend->iface.graph_compute = compute;
     }

@@ -24,14 +24,19 @@ class SkippedCompute {
     // From now on every graph is handed to `visit` instead of being computed, until `restore`. For the thread that
     // runs the context.
     void skip(Visit visit = nullptr);
+    // The same, but the graphs are computed as well.
+    void watch(Visit visit);
     // Before the context is freed, and at the end.
     void restore();
 
   private:
+    using Compute = ggml_status (*)(ggml_backend_t, ggml_cgraph *);
+
+    void replace(Visit visit, Compute compute);
+    static ggml_status visit_and_compute(ggml_backend_t backend, ggml_cgraph *graph);
     static ggml_backend_t init_and_note(ggml_backend_dev_t device, const char *params);
 
-    bool noting_ = true, skipping_ = false;
-    using Compute = ggml_status (*)(ggml_backend_t, ggml_cgraph *);
+    bool noting_ = true, replaced_ = false;
     std::vector<std::pair<ggml_backend_t, Compute>> backends_;
 };
 

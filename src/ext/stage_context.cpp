@@ -80,17 +80,23 @@ StageContext::StageContext(StageModel &model, const ContextOptions &options)
     skipped_.stop_noting();
     positions_.assign(static_cast<size_t>(options.lanes), 0);
     try {
-        const Skipping skipping(*this);
-        find_crossing();
+        {
+            const Skipping skipping(*this);
+            find_crossing();
+        }
+        learn_pages();
     } catch (...) {
         llama_free(context_);
         throw;
     }
 }
 
-StageContext::Skipping::Skipping(StageContext &context, SkippedCompute::Visit visit) : skipped_(context.skipped_) {
+StageContext::Skipping::Skipping(StageContext &context, SkippedCompute::Visit visit, bool on_gpus_too)
+    : skipped_(context.skipped_) {
     if (!context.model_.has_gpu_layers()) {
         skipped_.skip(std::move(visit));
+    } else if (on_gpus_too) {
+        skipped_.watch(std::move(visit));
     }
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "crossing.h"
+#include "kv_page.h"
 #include "skipped_compute.h"
 #include "stage_model.h"
 #include "trial_cache.h"
@@ -127,6 +128,15 @@ class StageContext {
     // Empties every lane and leaves no trace of trials.
     void forget_trials();
 
+    // ---- pages of lanes (kv_page.h)
+
+    const KvPages &pages() const { return pages_; }
+    // The rows of tokens [first, end) of a lane. Throws std::invalid_argument where the lane does not hold them.
+    std::unique_ptr<uint8_t[]> export_kv(int lane, int first, int end) const;
+    // The lane then holds the tokens of the payloads, one behind the other from position 0 on, and nothing else. Throws
+    // std::invalid_argument or std::runtime_error where that cannot be; the lane is then empty.
+    void import_kv(int lane, const std::vector<KvPayload> &payloads);
+
     struct Memory {
         uint64_t weights, kv, compute; // bytes in this stage's own buffers
     };
@@ -142,10 +152,13 @@ class StageContext {
     void restore(const std::vector<LaneRows> &rows);
     void find_crossing();
     void dry_run(int lanes, int rows_per_lane);
-    // Skips computing while it lives, except on GPUs, whose scheduling looks at values (which experts are used).
+    void learn_pages();
+    void check_lane(int lane) const;
+    // Skips computing while it lives, except on GPUs, whose scheduling looks at values (which experts are used); their
+    // graphs are visited only where `on_gpus_too`.
     class Skipping {
       public:
-        explicit Skipping(StageContext &context, SkippedCompute::Visit visit = nullptr);
+        explicit Skipping(StageContext &context, SkippedCompute::Visit visit = nullptr, bool on_gpus_too = false);
         ~Skipping() { skipped_.restore(); }
         Skipping(const Skipping &) = delete;
         Skipping &operator=(const Skipping &) = delete;
@@ -161,6 +174,7 @@ class StageContext {
     ContextOptions options_;
     SkippedCompute skipped_;
     TrialCache trial_cache_;
+    KvPages pages_;
     llama_context *context_ = nullptr;
     int n_ctx_ = 0, n_vocab_ = 0;
     const bool can_trim_;
@@ -170,7 +184,7 @@ class StageContext {
     // Row -> logits: into llama.cpp's buffer for the last micro-batch of a run, into kept_ for those before.
     std::vector<std::pair<int, const float *>> logits_;
     std::vector<std::unique_ptr<float[]>> kept_;
-    std::atomic<bool> busy_{false};
+    mutable std::atomic<bool> busy_{false};
 };
 
 } // namespace skippy

@@ -1,0 +1,245 @@
+"""What a page is: everything that decides whether it fits, checked field by field.
+
+Descriptors come from peers and files. A ``PageDescriptor`` that exists is consistent in itself; whether it fits a stage
+is ``check_fits``'s question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+
+from skippy_zmq.errors import KvPageError
+from skippy_zmq.kv.blocks import payload_size
+from skippy_zmq.kv.chain import LINK_BYTES, ROOT
+from skippy_zmq.kv.checks import check_binary, check_integer, check_text, refused, shown
+from skippy_zmq.kv.layout import LayerRows
+from skippy_zmq.kv.limits import (
+    CACHE_TYPES,
+    FORMAT,
+    MAX_DESCRIPTOR_BYTES,
+    MAX_LAYERS,
+    MAX_PAGE_BYTES,
+    MAX_PAGE_TOKENS,
+    MAX_POSITION,
+    MAX_ROW_BYTES,
+    MAX_TEXT_BYTES,
+)
+
+CHECKSUM_BYTES = 32  # SHA-256
+_WHAT = "KV page descriptor"
+
+
+@dataclass(frozen=True, slots=True)
+class PageFacts:
+    """What pages of one stage have in common; pages of equal facts can stand in for one another."""
+
+    model: str  # identity by content
+    build: str  # llama.cpp pin and library version
+    layers: tuple[LayerRows, ...]  # that keep state, ascending
+
+    def __post_init__(self) -> None:
+        check_text(f"{_WHAT}: model", self.model)
+        check_text(f"{_WHAT}: build", self.build)
+        check_layers(self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class PageDescriptor:
+    """Layers ``layers`` of tokens ``first`` to ``end`` (excluded) of a session. Raises KvPageError for what cannot be.
+
+    ``link_before`` and ``link_after`` are the token chain's links (``chain``) at ``first`` and ``end``. ``checksum`` is
+    the SHA-256 of all other fields (``sealed_fields``) and then the payload.
+    """
+
+    model: str
+    build: str
+    layers: tuple[LayerRows, ...]
+    first: int
+    end: int
+    link_before: bytes
+    link_after: bytes
+    payload_bytes: int
+    checksum: bytes
+    version: int = FORMAT
+
+    def __post_init__(self) -> None:
+        check_integer(f"{_WHAT}: version", self.version, FORMAT, FORMAT)
+        check_text(f"{_WHAT}: model", self.model)
+        check_text(f"{_WHAT}: build", self.build)
+        check_layers(self.layers)
+        check_integer(f"{_WHAT}: first", self.first, 0, MAX_POSITION)
+        check_integer(f"{_WHAT}: end", self.end, self.first + 1, min(MAX_POSITION + 1, self.first + MAX_PAGE_TOKENS))
+        check_binary(f"{_WHAT}: link_before", self.link_before, LINK_BYTES)
+        check_binary(f"{_WHAT}: link_after", self.link_after, LINK_BYTES)
+        if (self.first == 0) != (self.link_before == ROOT):
+            raise refused(
+                f"{_WHAT}: link_before", f"the root at token 0 only, and first is {self.first}", self.link_before
+            )
+        size = payload_size(self.layers, self.n_tokens)
+        if size > MAX_PAGE_BYTES:
+            raise refused(f"{_WHAT}: layers and tokens", f"at most {MAX_PAGE_BYTES} bytes", f"{size}")
+        check_integer(f"{_WHAT}: payload_bytes", self.payload_bytes, size, size)
+        check_binary(f"{_WHAT}: checksum", self.checksum, CHECKSUM_BYTES)
+
+    def __str__(self) -> str:
+        return f"KV page of layers {layer_text(self.layers)}, tokens {self.first}:{self.end}"
+
+    @property
+    def n_tokens(self) -> int:
+        return self.end - self.first
+
+    @property
+    def facts(self) -> PageFacts:
+        return PageFacts(self.model, self.build, self.layers)
+
+
+_FIELDS = tuple(field.name for field in fields(PageDescriptor))
+_LAYER_FIELDS = tuple(field.name for field in fields(LayerRows))
+
+
+def layer_text(layers: Sequence[LayerRows]) -> str:
+    """Layer numbers for people: runs as half-open ranges, ``0:15`` or ``0:3,5:8``."""
+    runs: list[list[int]] = []
+    for rows in layers:
+        if runs and runs[-1][1] == rows.layer:
+            runs[-1][1] += 1
+        else:
+            runs.append([rows.layer, rows.layer + 1])
+    return shown(",".join(f"{start}:{end}" for start, end in runs))
+
+
+def check_fits(
+    descriptor: PageDescriptor,
+    facts: PageFacts,
+    *,
+    n_ctx: int | None = None,
+    first: int | None = None,
+    end: int | None = None,
+    link_before: bytes | None = None,
+    link_after: bytes | None = None,
+    all_layers: bool = True,
+) -> None:
+    """Raise KvPageError, naming the field, what was wanted and what was got, unless the page fits a stage of ``facts``.
+
+    ``n_ctx``: tokens that a lane can hold. ``first``, ``end`` and the links: where given, the page must have these.
+    With ``all_layers`` the page must have the stage's layers, no more and no fewer; without it, it is a page of another
+    split: it must share a layer with the stage, and those that it shares must agree.
+    """
+    for name, wanted, got in _differences(descriptor, facts, all_layers):
+        raise KvPageError(f"{descriptor}: {name}: wanted {wanted}, got {got}")
+    exact: tuple[tuple[str, Any], ...] = (
+        ("first", first),
+        ("end", end),
+        ("link_before", link_before),
+        ("link_after", link_after),
+    )
+    for name, value in exact:
+        if value is not None and getattr(descriptor, name) != value:
+            raise KvPageError(f"{descriptor}: {name}: wanted {shown(value)}, got {shown(getattr(descriptor, name))}")
+    if n_ctx is not None and descriptor.end > n_ctx:
+        raise KvPageError(f"{descriptor}: end: wanted at most {n_ctx}, the context of a lane, got {descriptor.end}")
+
+
+def _differences(
+    descriptor: PageDescriptor, facts: PageFacts, all_layers: bool
+) -> Iterator[tuple[str, object, object]]:
+    for name in ("model", "build"):
+        if getattr(descriptor, name) != getattr(facts, name):
+            yield name, shown(getattr(facts, name)), shown(getattr(descriptor, name))
+    wanted, got = ({rows.layer: rows for rows in layers} for layers in (facts.layers, descriptor.layers))
+    shared = wanted.keys() & got.keys()
+    if not shared or (all_layers and wanted.keys() != got.keys()):
+        yield "layers", layer_text(facts.layers), layer_text(descriptor.layers)
+    for layer in sorted(shared):
+        for name in _LAYER_FIELDS:
+            left, right = getattr(wanted[layer], name), getattr(got[layer], name)
+            if left != right:
+                yield f"layer {layer}: {name}", left, right
+
+
+def sealed_fields(descriptor: PageDescriptor) -> bytes:
+    """All fields but the checksum in msgpack: what the checksum covers before the payload."""
+    packed: bytes = msgpack.packb({**descriptor_to_dict(descriptor), "checksum": b""})
+    return packed
+
+
+def descriptor_to_dict(descriptor: PageDescriptor) -> dict[str, Any]:
+    """The fields by name, layers as arrays of theirs in order: values that msgpack can carry."""
+    values = {name: getattr(descriptor, name) for name in _FIELDS}
+    values["layers"] = layers_to_arrays(descriptor.layers)
+    return values
+
+
+def layers_to_arrays(layers: Sequence[LayerRows]) -> list[list[Any]]:
+    return [[getattr(rows, name) for name in _LAYER_FIELDS] for rows in layers]
+
+
+def layers_from_arrays(values: object) -> tuple[LayerRows, ...]:
+    """The opposite of ``layers_to_arrays`` for values from anywhere; KvPageError for what cannot be."""
+    if not isinstance(values, (list, tuple)) or not 1 <= len(values) <= MAX_LAYERS:
+        raise refused(f"{_WHAT}: layers", f"an array of 1..{MAX_LAYERS}", values)
+    for layer in values:
+        if not isinstance(layer, (list, tuple)) or len(layer) != len(_LAYER_FIELDS):
+            raise refused(f"{_WHAT}: layers", f"arrays of {', '.join(_LAYER_FIELDS)}", layer)
+    layers = tuple(LayerRows(*layer) for layer in values)
+    check_layers(layers)
+    return layers
+
+
+def descriptor_from_dict(values: object) -> PageDescriptor:
+    """The opposite of ``descriptor_to_dict`` for values from anywhere; KvPageError names the field that is wrong."""
+    if not isinstance(values, Mapping):
+        raise KvPageError(f"KV page descriptor: wanted a map, got {shown(values)}")
+    if values.keys() != set(_FIELDS):
+        raise KvPageError(
+            f"KV page descriptor: fields: wanted {', '.join(_FIELDS)}, "
+            f"got {shown(', '.join(sorted(map(shown, values)))) or 'none'}"
+        )
+    return PageDescriptor(**{**values, "layers": layers_from_arrays(values["layers"])})
+
+
+def pack_descriptor(descriptor: PageDescriptor) -> bytes:
+    packed: bytes = msgpack.packb(descriptor_to_dict(descriptor))
+    return packed
+
+
+def unpack_descriptor(data: bytes) -> PageDescriptor:
+    """Read what ``pack_descriptor`` wrote; KvPageError for anything else."""
+    if len(data) > MAX_DESCRIPTOR_BYTES:
+        raise KvPageError(f"KV page descriptor: wanted at most {MAX_DESCRIPTOR_BYTES} bytes, got {len(data)}")
+    try:
+        values = msgpack.unpackb(
+            data, max_array_len=MAX_LAYERS, max_map_len=len(_FIELDS), max_ext_len=0, max_str_len=MAX_TEXT_BYTES
+        )
+    except Exception as error:  # msgpack raises what its callbacks and str() raise, of many classes
+        raise KvPageError(f"KV page descriptor: not msgpack: {shown(str(error))}") from None
+    return descriptor_from_dict(values)
+
+
+def check_layers(layers: object) -> None:
+    """Raise KvPageError unless these are layers that a page can have, ascending."""
+    if not isinstance(layers, tuple) or not 1 <= len(layers) <= MAX_LAYERS:
+        raise refused(f"{_WHAT}: layers", f"1..{MAX_LAYERS} layers", layers)
+    before = -1
+    for rows in layers:
+        if not isinstance(rows, LayerRows):
+            raise refused(f"{_WHAT}: layers", "LayerRows", rows)
+        check_integer(f"{_WHAT}: layers", rows.layer, before + 1, MAX_LAYERS - 1)
+        before = rows.layer
+        at = f"{_WHAT}: layer {rows.layer}: "
+        if type(rows.v_transposed) is not bool:
+            raise refused(f"{at}v_transposed", "a boolean", rows.v_transposed)
+        for part, least in (("k", 1), ("v", 0)):
+            kind, size = getattr(rows, f"{part}_type"), getattr(rows, f"{part}_row_bytes")
+            if not isinstance(kind, str) or kind not in CACHE_TYPES:
+                raise refused(f"{at}{part}_type", f"one of {', '.join(CACHE_TYPES)}", kind)
+            check_integer(f"{at}{part}_row_bytes", size, least, MAX_ROW_BYTES)
+            block_bytes, block_elements = CACHE_TYPES[kind]
+            if size % block_bytes:
+                raise refused(f"{at}{part}_row_bytes", f"a multiple of {block_bytes}, {kind}'s block", size)
+            if part == "v" and rows.v_transposed and block_elements > 1:
+                raise refused(f"{at}v_type", "a type without blocks, as V is transposed", kind)
