@@ -45,13 +45,19 @@ class _Process:
 
     def __init__(self, command: StageCommand, *, again: bool) -> None:
         self.layers = command.layers
-        self._log = command.log
-        with self._log.open("ab" if again else "wb") as errors:
-            self._log_start = errors.tell()
+        # Held open: its last lines must be readable whatever becomes of the path.
+        self._log = command.log.open("a+b")
+        if not again:
+            self._log.truncate(0)
+        self._log_start = self._log.seek(0, os.SEEK_END)
+        try:
             # A process group of its own: Ctrl-C at the terminal is for the program that owns the pipeline.
             self._popen = subprocess.Popen(
-                command.arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, process_group=0
+                command.arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, process_group=0
             )
+        except BaseException:
+            self._log.close()
+            raise
         self.pid = self._popen.pid
         self._line = b""
 
@@ -81,9 +87,9 @@ class _Process:
             status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
         except ChildProcessError:  # collected when it was to be terminated, or by the system where SIGCHLD is ignored
             status = self._popen.wait()
-        with self._log.open("rb") as said:
-            said.seek(max(self._log_start, self._log.stat().st_size - _LOG_TAIL_BYTES))
-            lines = [line for line in said.read().decode("utf-8", "replace").splitlines() if line.strip()]
+        log_end = os.fstat(self._log.fileno()).st_size
+        said = os.pread(self._log.fileno(), _LOG_TAIL_BYTES, max(self._log_start, log_end - _LOG_TAIL_BYTES))
+        lines = [line for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
         words = lines[-1].removeprefix("error: ") if lines else "it said nothing"
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         return status, f"stage of layers {self.layers} {how}: {words}"
@@ -101,9 +107,9 @@ class _Process:
         except subprocess.TimeoutExpired:
             self._popen.kill()
             self._popen.wait()
-        for pipe in (self._popen.stdin, self._popen.stdout):
-            if pipe is not None:
-                pipe.close()
+        for file in (self._popen.stdin, self._popen.stdout, self._log):
+            if file is not None:
+                file.close()
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ import select
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from pipeline_helpers import PATIENCE
 
@@ -51,3 +52,7 @@ def wait_for_new_process(pipeline: LocalPipeline, index: int, pid: int) -> int:
         assert time.monotonic() < deadline
         os.sched_yield()
     return new
+
+
+def command_line(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")

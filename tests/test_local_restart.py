@@ -9,12 +9,13 @@ import threading
 from pathlib import Path
 
 import pytest
+from lane_helpers import Program
 from model_files import Parrot, parrot, sparse
-from pipeline_helpers import PATIENCE, SMALL, child_processes
-from restart_helpers import kill, wait_for_ends, wait_for_new_process, watched
+from pipeline_helpers import PATIENCE, SMALL, child_processes, children_of
+from restart_helpers import command_line, kill, wait_for_ends, wait_for_new_process, watched
 
 from skippy_zmq import LocalPipeline
-from skippy_zmq.errors import DeadlineError, OptionError, SkippyError, UserError
+from skippy_zmq.errors import DeadlineError, OptionError, SkippyError, StageLostError, UserError
 
 pytest_plugins = ("pipeline_fixtures",)
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -220,6 +221,21 @@ def test_closing_in_another_thread_ends_the_wait(model: Parrot) -> None:
     closer.join(PATIENCE)
     assert pipeline.process_ids == ()
     assert pipeline.restarts == 0
+
+
+def test_a_program_says_why_its_answer_ended(tmp_path: Path, nothing_left: Path) -> None:
+    endless = parrot(tmp_path / "endless.gguf", "polly ", end="loop", context=100_000)
+    options = ("--ctx-size", "65536", "--lanes", "1", "--prompt", "x", "--max-tokens", "60000")
+    with Program(
+        "-m", "skippy_zmq.client", "--model", str(endless.path), *options, TMPDIR=str(nothing_left)
+    ) as program:
+        assert program.read(6) == b"polly "
+        first = next(pid for pid in children_of(program.process.pid) if "--next" in command_line(pid))
+        os.kill(first, signal.SIGKILL)
+        _, errors = program.process.communicate(timeout=PATIENCE)
+    words = "stage of layers 0:2 was killed by signal 9: it said nothing"
+    assert errors.decode().splitlines() == [f"{words}; starting it again", f"error: {words}"]
+    assert program.process.returncode == StageLostError.exit_code
 
 
 @pytest.mark.parametrize("limit", [0, -1])
