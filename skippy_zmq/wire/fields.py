@@ -145,14 +145,14 @@ def binary(low: int, high: int) -> Field:
     return Field(wanted, check, check)
 
 
-def token_bytes(high: int) -> Field:
-    """1 to ``high`` token ids that stay bytes: int32 little-endian, none negative."""
-    wanted = f"1..{high} token ids as bytes"
+def token_bytes(low: int, high: int) -> Field:
+    """``low`` to ``high`` token ids that stay bytes: int32 little-endian, none negative."""
+    wanted = f"{low}..{high} token ids as bytes"
 
     def check(value: Any) -> Any:
-        if type(value) is not bytes or not 4 <= len(value) <= 4 * high or len(value) % 4:
+        if type(value) is not bytes or not 4 * low <= len(value) <= 4 * high or len(value) % 4:
             raise FieldError(wanted, value)
-        if max(value[3::4]) > 0x7F:  # the byte that holds the sign
+        if max(value[3::4], default=0) > 0x7F:  # the byte that holds the sign
             raise FieldError(wanted, Got("a negative id"))
         return value
 

@@ -289,8 +289,9 @@ class Tokens:
 class SessionOpen:
     """Travels with the first rows of a session down to the last stage, which samples for it.
 
-    ``restored``: the lane begins with that many tokens, of the pages that KV_MATCH found. ``received``: generated
-    tokens that the client has already: chosen again, they are not sent.
+    ``prefix``: int32 little-endian ids of the tokens that the lane begins with, from the pages that KV_MATCH found;
+    ``plain`` of them come from pages that anybody's prompt may use. ``received``: generated tokens that the client has
+    already: chosen again, they are not sent.
     """
 
     session: str
@@ -302,7 +303,8 @@ class SessionOpen:
     sampling: SamplingParams
     stop: tuple[str, ...] = ()
     logits: bool = False
-    restored: int = 0
+    prefix: bytes = b""
+    plain: int = 0
     keep: bool = False
     received: int = 0
 
@@ -398,14 +400,15 @@ class BatchFailed:
 class KvMatch:
     """Down the ring: how many of these pages does every stage have? They stay until the session opens or is closed.
 
-    ``links``: the 32-byte names of consecutive pages of 64 or whatever tokens, from token 0 on. ``pages``: what every
-    stage in front has of them, from the first on.
+    ``links``: the 32-byte names of consecutive pages from token 0 on. ``pages``: how many of them every stage in front
+    has, from the first on. ``owner``: the client whose imported pages are meant; empty: the stage's own.
     """
 
     kind: ClassVar[Kind] = Kind.KV_MATCH
     session: str
     links: bytes
     pages: int
+    owner: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,7 +476,7 @@ class KvSession:
 
 @dataclass(frozen=True, slots=True)
 class KvAdopt:
-    """Client to stage 0: the pages of these tokens are on all stages now; the first ``n_prompt`` are a prompt's."""
+    """Client to stage 0: the pages of these tokens are on all stages now. ``n_prompt`` as in KvSessionReply."""
 
     kind: ClassVar[Kind] = Kind.KV_ADOPT
     request: str
@@ -483,7 +486,10 @@ class KvAdopt:
 
 @dataclass(frozen=True, slots=True)
 class KvSessionReply:
-    """The state ``session``: its tokens, how many of them were a prompt, and the tokens of one page."""
+    """The state ``session``: its tokens, and how many a page has.
+
+    ``n_prompt``: pages within so many tokens are plain, fit for any prompt that begins like this one.
+    """
 
     kind: ClassVar[Kind] = Kind.KV_SESSION_REPLY
     request: str
