@@ -13,7 +13,7 @@ from skippy_zmq.certify.compare import emptiness, first_difference
 from skippy_zmq.certify.reference import Unsplit
 from skippy_zmq.certify.workload import Settings, Step, context_size, script, stage_options
 from skippy_zmq.errors import ModelFileError, SkippyError
-from skippy_zmq.sources.gguf_model import open_model
+from skippy_zmq.sources.models import open_model
 
 # Files of a reference folder. The second exists only where llama.cpp's own grouping of lanes changes bits.
 _WHOLE, _GROUPED, _FACTS = "whole.npy", "micro_batches.npy", "facts.json"
