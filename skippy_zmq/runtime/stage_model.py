@@ -90,13 +90,25 @@ class StageModel:
     def _open(self, progress: Callable[[float], object] | None) -> _native.StageModel:
         source, options, layers = self.source, self.options, self.layers
         index = {path: number for number, path in enumerate(source.files)}
-        with source.stage_files(layers, progress) as files:
+        loading_from = 0.0
+
+        def checking(done: float) -> None:  # only where the source reads its files itself before llama.cpp does
+            nonlocal loading_from
+            loading_from = 0.5
+            if progress is not None:
+                progress(done / 2)
+
+        def loading(done: float) -> None:
+            if progress is not None:
+                progress(loading_from + done * (1 - loading_from))
+
+        with source.stage_files(layers, checking) as files:
             try:
                 native_model = _native.StageModel(
                     (layers.start, layers.end, source.n_layers, source.n_blocks),
                     [(t.name, t.type, t.nbytes, index[t.path], t.offset) for t in source.tensors],
                     list(files.paths),
-                    progress,
+                    loading if progress is not None else None,
                     devices=list(options.device),
                     n_gpu_layers=options.n_gpu_layers,
                     main_gpu=options.main_gpu,

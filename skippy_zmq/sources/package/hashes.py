@@ -73,7 +73,7 @@ def sha256_of(
 def _read(path: Path, state: tuple[int, ...]) -> str | None:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file:
+        with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
                 return None
@@ -91,7 +91,7 @@ def _write(path: Path, state: tuple[int, ...], digest: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=".new-", dir=path.parent)  # of mode 0600
     try:
-        with open(descriptor, "w", encoding="utf-8") as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump({"format": _FORMAT, "state": state, "sha256": digest}, file)
         Path(name).replace(path)
     except BaseException:

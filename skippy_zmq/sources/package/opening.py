@@ -155,8 +155,11 @@ def _projectors(folder: Path, manifest: Manifest) -> tuple[Projector, ...]:
     return tuple(found)
 
 
-def _allow_descriptors(wanted: int) -> None:
+def _allow_descriptors(more: int) -> None:
     """A model of very many layers has more parts than files may usually be open at once."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted + len(os.listdir("/proc/self/fd")):  # noqa: PTH208
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+    wanted = more + len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - Path.iterdir would hold one more open
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
+        )

@@ -46,7 +46,7 @@ def open_inside(folder: Path, path: str) -> int:
     try:
         target = os.path.realpath(folder / path, strict=True)
     except FileNotFoundError:
-        raise ModelFileError(f"{path} is missing") from None
+        raise ModelFileError(f"{path} is missing; fetch it, or build the package again") from None
     except OSError as error:
         raise ModelFileError(f"{path} cannot be reached: {error.strerror}") from None
     if not any(Path(target).is_relative_to(root) for root in _roots(folder)):

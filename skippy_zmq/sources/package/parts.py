@@ -49,7 +49,7 @@ class PackageParts:
     ) -> tuple[dict[int, int], list[str]]:
         """Open these of ``manifest.parts``; return their descriptors, and what is wrong with those that are no good.
 
-        ``progress`` is told the bytes that were checked. ``remember``: trust what is known of files that did not change.
+        ``progress`` is told the bytes that were checked. ``remember``: trust what is known of unchanged files.
         """
         lock = threading.Lock()
 

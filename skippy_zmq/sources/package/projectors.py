@@ -12,7 +12,7 @@ from skippy_zmq.sources.package.manifest import ProjectorFacts
 
 @dataclass(frozen=True, slots=True)
 class Projector:
-    """``path``: where its file is, if it is there; ``sha256``: what its bytes must be (``PackageModel.projector_file``)."""
+    """``path``: where its file belongs; ``PackageModel.projector_file`` checks that it is there and sound."""
 
     path: Path
     size: int

@@ -37,7 +37,7 @@ def read_draft(folder: Path) -> Draft:
     """What the manifest says, right or wrong; raise ModelFileError where it cannot be read."""
     try:
         descriptor = open_inside(folder, MANIFEST_NAME)
-        with open(descriptor, "rb") as file:
+        with os.fdopen(descriptor, "rb") as file:
             raw = file.read(MAX_MANIFEST_BYTES + 1)
     except ModelFileError as error:
         raise ModelFileError(f"{folder}: {error}") from None
