@@ -46,7 +46,7 @@ class _Child:
 
 
 class LocalPipeline:
-    """Runs ``model`` (a GGUF file, or the first of its shards) as ``stages`` processes; use it with ``with``.
+    """Runs ``model`` (a GGUF file, the first of its shards, or a layer package) as ``stages`` processes; use it with ``with``.
 
     ``split``: layer numbers to cut at, in place of an even split. ``options``, and single ones by keyword
     (``ctx_size=512``), are those of ``python -m skippy_zmq.stage``. ``uncertified``: run an architecture that
