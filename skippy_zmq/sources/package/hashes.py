@@ -34,10 +34,14 @@ def record_directory() -> Path:
     return cache_directory().parent / "part-hashes"
 
 
-def state_of(descriptor: int) -> tuple[int, ...]:
-    """What stays equal for as long as an open file is not written."""
+def written_state(descriptor: int) -> tuple[int, ...]:
+    """Equal for as long as nobody writes the open file; it may be renamed."""
     status = os.fstat(descriptor)
-    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def _state(descriptor: int) -> tuple[int, ...]:
+    return (*written_state(descriptor), os.fstat(descriptor).st_ctime_ns)
 
 
 def sha256_of(
@@ -48,7 +52,7 @@ def sha256_of(
     Raises ModelFileError where the file changes meanwhile. ``progress`` is told the bytes that were done, one call
     after the other.
     """
-    state = state_of(descriptor)
+    state = _state(descriptor)
     path = record_directory() / f"{hashlib.sha256(repr(state[:2]).encode()).hexdigest()[:40]}.json"
     if remember and (known := _read(path, state)) is not None:
         progress(state[2])
@@ -62,9 +66,9 @@ def sha256_of(
             progress(len(block))
     except OSError as error:
         raise ModelFileError(f"cannot be read: {error.strerror}") from None
-    if state_of(descriptor) != state or position != state[2]:
+    if written_state(descriptor) != state[:4] or position != state[2]:
         raise ModelFileError("changed while it was read")
-    if remember and settled:
+    if remember and settled and _state(descriptor) == state:
         with contextlib.suppress(OSError):  # then the next start hashes again
             _write(path, state, digest.hexdigest())
     return digest.hexdigest()

@@ -12,7 +12,6 @@ from pathlib import Path
 from skippy_zmq.errors import ModelFileError
 from skippy_zmq.sources.gguf_header import GgufHeader, TensorInfo
 from skippy_zmq.sources.gguf_model import GgufModel, model_fields
-from skippy_zmq.sources.package.hashes import state_of
 from skippy_zmq.sources.package.layout import Ownership
 from skippy_zmq.sources.package.manifest import MANIFEST_NAME, Manifest
 from skippy_zmq.sources.package.parts import PackageParts, stand_ins
@@ -59,7 +58,6 @@ class PackageModel(GgufModel):
         owns = self.ownership(layers).owns
         _allow_descriptors(len(self.files) * _DESCRIPTORS_PER_PART + _OTHER_DESCRIPTORS)
         with self.opened(used, progress) as (parts, own):
-            states = {index: state_of(descriptor) for index, descriptor in own.items()}
             absent = {index: parts.layout(index) for index in range(len(self.files)) if index not in own}
             with stand_ins(absent) as others:
                 descriptors = own | others
@@ -68,8 +66,7 @@ class PackageModel(GgufModel):
                     names=tuple(map(str, self.files)),
                     own_bytes=sum(tensor.nbytes for tensor in self.tensors if owns(tensor.name)),
                 )
-            changed = [self.files[index].name for index in own if state_of(own[index]) != states[index]]
-            if changed:
+            if changed := parts.changed():
                 raise ModelFileError(f"{self.path}: {', '.join(changed)} changed while the stage was loading")
 
     @contextlib.contextmanager

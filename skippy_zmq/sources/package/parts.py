@@ -13,7 +13,7 @@ from skippy_zmq.errors import ModelFileError
 from skippy_zmq.sources.gguf_header import GgufHeader, parse_open_header
 from skippy_zmq.sources.gguf_values import U64
 from skippy_zmq.sources.gguf_writer import Layout, TensorEntry
-from skippy_zmq.sources.package.hashes import sha256_of
+from skippy_zmq.sources.package.hashes import sha256_of, written_state
 from skippy_zmq.sources.package.layout import SHARED
 from skippy_zmq.sources.package.manifest import Manifest, Part, part_layout, split_pairs
 from skippy_zmq.sources.package.part_paths import open_inside
@@ -29,6 +29,7 @@ class PackageParts:
         self.manifest = manifest
         self._tensors = manifest.tensors_by_part()
         self._stack = contextlib.ExitStack()
+        self._opened: list[tuple[str, int, tuple[int, ...]]] = []  # path, descriptor, written state
 
     def __enter__(self) -> PackageParts:
         return self
@@ -78,6 +79,7 @@ class PackageParts:
     def _open(self, part: Part, index: int, report: Callable[[int], object], remember: bool) -> int:
         descriptor = open_inside(self.folder, part.path)
         self._stack.callback(os.close, descriptor)
+        self._opened.append((part.path, descriptor, written_state(descriptor)))
         size = os.fstat(descriptor).st_size
         if size != part.size:
             raise ModelFileError(f"{part.path}: wanted {part.size} bytes, has {size}; fetch it again")
@@ -95,6 +97,10 @@ class PackageParts:
                     "build the package again"
                 )
         return descriptor
+
+    def changed(self) -> list[str]:
+        """The parts that have been written since they were opened."""
+        return [path for path, descriptor, state in self._opened if written_state(descriptor) != state]
 
     def shared_header(self, descriptor: int) -> GgufHeader:
         """The metadata of the model from its opened shared part; raise ModelFileError where it does not fit."""
