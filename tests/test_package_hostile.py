@@ -429,15 +429,15 @@ def old_package(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def _hashed_parts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many parts are read whole by a check."""
     count = 0
-    read = os.pread
+    read = os.preadv
 
-    def counting(descriptor: int, length: int, offset: int) -> bytes:
+    def counting(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         nonlocal count
-        count += length == hashes.BLOCK_BYTES and offset == 0
-        return read(descriptor, length, offset)
+        count += offset == 0
+        return read(descriptor, buffers, offset)
 
     with monkeypatch.context() as patch:
-        patch.setattr(hashes.os, "pread", counting)
+        patch.setattr(hashes.os, "preadv", counting)
         _check(folder)
     return count
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from skippy_zmq.sources.ggml_types import type_name
-from skippy_zmq.sources.gguf_writer import TensorEntry
+from skippy_zmq.sources.gguf_layout import TensorEntry
 from skippy_zmq.sources.package.manifest import ABI_VERSION, SCHEMA_VERSION, Manifest
 
 _MIB = 2**20

@@ -40,7 +40,7 @@ class GgufModel:
     ``metadata`` holds the scalars; ``array`` decodes an array. ``n_blocks`` counts all blocks, ``n_layers`` those a
     pipeline runs (without the blocks that only predict further tokens). ``n_positions``: the positions of a learned
     position table, None without one; running past it aborts llama.cpp. ``held_layers``: the only layers whose bytes the
-    file holds, None where it holds all. ``header``: that of the file with the metadata.
+    file holds, None where it holds all.
     """
 
     path: Path
@@ -57,16 +57,21 @@ class GgufModel:
     tied_output: bool
     chat_template: str | None
     held_layers: LayerRange | None
-    header: GgufHeader
+    _first: GgufHeader
+
+    @property
+    def header(self) -> GgufHeader:
+        """The header of the only or first file."""
+        return self._first
 
     @property
     def alignment(self) -> int:
         """Of the tensors in a file that holds the whole model."""
-        return self.header.alignment
+        return self._first.alignment
 
     def array(self, key: str) -> list[int] | list[float] | list[bool] | list[str]:
         """The elements of the metadata array ``key``; raise KeyError when it is absent or a scalar."""
-        return self.header.array(key)
+        return self._first.array(key)
 
     def identity(self) -> str:
         """Hex SHA-256 of metadata, tensor table and sampled bytes of every tensor; equal for a file and its shards.
@@ -117,9 +122,9 @@ class GgufModel:
 
     def _table_digest(self, format_name: bytes) -> hashlib._Hash:
         digest = hashlib.sha256(format_name)
-        raw = memoryview(self.header.raw)
-        for key in sorted(self.header.values):
-            value = self.header.values[key]
+        raw = memoryview(self._first.raw)
+        for key in sorted(self._first.values):
+            value = self._first.values[key]
             if not key.startswith("split."):
                 name = key.encode()
                 digest.update(U64.pack(len(name)) + name + U64.pack(value.end - value.type_start))
@@ -180,7 +185,7 @@ def model_fields(
         "tied_output": "output.weight" not in by_name,
         "chat_template": _chat_template(first),
         "held_layers": _held_layers(first, hyperparameters.n_layers),
-        "header": first,
+        "_first": first,
     }
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from skippy_zmq.errors import ModelFileError, OptionError
-from skippy_zmq.sources.gguf_writer import Layout, TensorEntry, lay_out
+from skippy_zmq.sources.gguf_layout import Layout, TensorEntry, lay_out
 from skippy_zmq.sources.package.hashes import sha256_of
 from skippy_zmq.sources.package.layout import EMBEDDINGS, LAYER, OUTPUT, PROJECTOR, SHARED, part_of
 from skippy_zmq.sources.package.manifest import MANIFEST_NAME, Manifest, Part, ProjectorFacts, part_layout, split_pairs

@@ -23,7 +23,7 @@ from skippy_zmq.errors import ModelFileError
 from skippy_zmq.sources.demo_models import cache_directory
 
 MOST_RECORDS = 8192
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 18  # small enough for a processor's cache
 _FORMAT = 1
 _MOST_RECORD_BYTES = 4096
 _SETTLED_NS = 2_000_000_000
@@ -59,11 +59,12 @@ def sha256_of(
         return known
     settled = time.time_ns() - max(state[3:]) > _SETTLED_NS
     digest, position = hashlib.sha256(), 0
+    block = memoryview(bytearray(BLOCK_BYTES))
     try:
-        while block := os.pread(descriptor, BLOCK_BYTES, position):
-            digest.update(block)
-            position += len(block)
-            progress(len(block))
+        while n_bytes := os.preadv(descriptor, [block], position):
+            digest.update(block[:n_bytes])
+            position += n_bytes
+            progress(n_bytes)
     except OSError as error:
         raise ModelFileError(f"cannot be read: {error.strerror}") from None
     if written_state(descriptor) != state[:4] or position != state[2]:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from skippy_zmq.errors import ModelFileError
 from skippy_zmq.sources.gguf_model import GgufModel
-from skippy_zmq.sources.gguf_writer import TensorEntry, pairs_of
+from skippy_zmq.sources.gguf_layout import TensorEntry, pairs_of
 from skippy_zmq.sources.package.opening import PackageModel
 
 BLOCK_BYTES = 1 << 20
@@ -19,7 +19,7 @@ BLOCK_BYTES = 1 << 20
 class WeightSource(Protocol):
     """A model as GGUF would hold it: encoded metadata, a tensor table, and bytes on demand.
 
-    ``pairs``: encoded key-value pairs (see ``gguf_writer``), without ``split.*``; ``alignment``: what they say of it.
+    ``pairs``: encoded key-value pairs (see ``gguf_layout``), without ``split.*``; ``alignment``: what they say of it.
     ``n_layers``: those that a pipeline runs.
     """
 
