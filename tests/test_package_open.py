@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import resource
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from gguf_bytes import BOOL, STRING, UINT32, scalar
 from model_files import rewrite, shards, tiny
 from package_helpers import contents, edited, flip, package_of, with_parts
+from stage_processes import stage_environment
 
 from skippy_zmq.certify.compare import first_difference
 from skippy_zmq.certify.reference import Unsplit
@@ -227,3 +230,21 @@ def test_projectors_are_exposed(package: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="wanted a projector"):
         build_package(GgufWeights(gguf_model.open_model(model)), tmp_path / "wrong", [model])
     assert contents(folder)["parts"][-1]["kind"] == "mmproj"
+
+
+def test_more_parts_than_files_may_usually_be_open(tmp_path: Path) -> None:
+    """In a process of its own: the limit is raised for the whole process."""
+    package = package_of(
+        tiny(tmp_path / "tiny.gguf", n_layers=60, hidden=32, ffn=32, heads=1, kv_heads=1), tmp_path / "p"
+    )
+    program = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 4096))\n"
+        "from skippy_zmq.runtime.options import check_options\n"
+        "from skippy_zmq.runtime.stage_model import StageModel\n"
+        "from skippy_zmq.sources.models import open_model\n"
+        "from skippy_zmq.topology import LayerRange\n"
+        "StageModel(open_model(sys.argv[1]), LayerRange(10, 50), check_options({'ctx_size': 64}, 'test'))\n"
+    )
+    command = [sys.executable, "-c", program, str(package)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=stage_environment())
+    assert done.returncode == 0, done.stderr

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from skippy_zmq.errors import OptionError
-from skippy_zmq.sources.gguf_model import HELD_LAYERS_KEY, WHOLE_IDENTITY_KEY
 from skippy_zmq.sources.gguf_layout import TensorEntry, lay_out, pairs_of, text_pair
+from skippy_zmq.sources.gguf_model import HELD_LAYERS_KEY, WHOLE_IDENTITY_KEY
 from skippy_zmq.sources.package.opening import PackageModel
 from skippy_zmq.sources.package.weight_source import BLOCK_BYTES
 from skippy_zmq.topology import LayerRange

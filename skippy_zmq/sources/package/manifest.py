@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from skippy_zmq.errors import ModelFileError
 from skippy_zmq.sources.ggml_types import TENSOR_TYPES, type_name
 from skippy_zmq.sources.gguf_header import MAX_TENSOR_NAME_BYTES, MAX_TENSORS, tensor_bytes
-from skippy_zmq.sources.gguf_values import INT32, UINT16, shown
 from skippy_zmq.sources.gguf_layout import Layout, TensorEntry, lay_out, number_pair
+from skippy_zmq.sources.gguf_values import INT32, UINT16, shown
 from skippy_zmq.sources.package.layout import EMBEDDINGS, LAYER, OUTPUT, PROJECTOR, SHARED, part_of
 from skippy_zmq.sources.package.part_paths import path_problem, plain_path
 

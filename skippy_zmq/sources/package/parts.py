@@ -11,8 +11,8 @@ from pathlib import Path
 
 from skippy_zmq.errors import ModelFileError
 from skippy_zmq.sources.gguf_header import GgufHeader, parse_open_header
-from skippy_zmq.sources.gguf_values import U64
 from skippy_zmq.sources.gguf_layout import Layout, TensorEntry
+from skippy_zmq.sources.gguf_values import U64
 from skippy_zmq.sources.package.hashes import sha256_of, written_state
 from skippy_zmq.sources.package.layout import SHARED
 from skippy_zmq.sources.package.manifest import Manifest, Part, part_layout, split_pairs

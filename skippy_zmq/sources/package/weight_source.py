@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Protocol
 
 from skippy_zmq.errors import ModelFileError
-from skippy_zmq.sources.gguf_model import GgufModel
 from skippy_zmq.sources.gguf_layout import TensorEntry, pairs_of
+from skippy_zmq.sources.gguf_model import GgufModel
 from skippy_zmq.sources.package.opening import PackageModel
 
 BLOCK_BYTES = 1 << 20
