@@ -9,9 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from skippy_zmq.errors import ModelFileError
 from skippy_zmq.sources.models import open_model
 from skippy_zmq.sources.package.building import build_package
+from skippy_zmq.sources.package.opening import open_package
 from skippy_zmq.sources.package.weight_source import GgufWeights
+from skippy_zmq.topology import LayerRange
 
 Content = dict[str, Any]
 
@@ -57,3 +62,16 @@ def flip(path: Path, position: int = -1) -> None:
 
 def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def check_stage(folder: Path, layers: str = "0:4") -> None:
+    """All that a stage checks before native code is called."""
+    with open_package(folder).stage_files(LayerRange.parse(layers)):
+        pass
+
+
+def refusal_of(folder: Path, layers: str = "0:4") -> str:
+    with pytest.raises(ModelFileError) as refusal:
+        check_stage(folder, layers)
+    assert "\n" not in str(refusal.value)
+    return str(refusal.value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,13 @@ from gguf_bytes import UINT16, read_raw, scalar
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from model_files import rewrite, tiny
-from package_helpers import Content, contents, copied, edited, flip, package_of, sha256
+from package_helpers import Content, check_stage, contents, copied, edited, flip, package_of, refusal_of, sha256
 from stage_processes import run_many
 
 from skippy_zmq.errors import ModelFileError
 from skippy_zmq.sources.models import open_model
-from skippy_zmq.sources.package import hashes
 from skippy_zmq.sources.package.manifest import MAX_MANIFEST_BYTES, parse_manifest
-from skippy_zmq.sources.package.opening import PackageModel, open_package
-from skippy_zmq.topology import LayerRange
+from skippy_zmq.sources.package.opening import PackageModel
 
 MANIFEST = "model-package.json"
 
@@ -32,19 +29,6 @@ MANIFEST = "model-package.json"
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sound")
     return package_of(tiny(folder / "tiny.gguf", hidden=32, ffn=32, heads=2, kv_heads=1), folder / "package")
-
-
-def _check(folder: Path, layers: str = "0:4") -> None:
-    """All that a stage checks before native code is called."""
-    with open_package(folder).stage_files(LayerRange.parse(layers)):
-        pass
-
-
-def _refusal(folder: Path, layers: str = "0:4") -> str:
-    with pytest.raises(ModelFileError) as refusal:
-        _check(folder, layers)
-    assert "\n" not in str(refusal.value)
-    return str(refusal.value)
 
 
 def _part(content: Content, path: str) -> dict[str, Any]:
@@ -82,7 +66,7 @@ _BAD_PATHS = [
 def test_names_that_leave_the_package(sound: Path, tmp_path: Path, path: str, part: str) -> None:
     folder = copied(sound, tmp_path / "package")
     (tmp_path / "x.gguf").write_bytes((sound / "output.gguf").read_bytes())
-    message = _refusal(edited(folder, lambda content: _rename(content, part, path)))
+    message = refusal_of(edited(folder, lambda content: _rename(content, part, path)))
     assert ascii(path[:20]).strip("'") in message
     assert len(message) < 2000
 
@@ -94,7 +78,7 @@ def test_names_inside_the_package(sound: Path, tmp_path: Path, path: str) -> Non
     target = folder / path
     if target != folder / "output.gguf":
         (folder / "output.gguf").rename(target)
-    _check(edited(folder, lambda content: _rename(content, "output.gguf", path)))
+    check_stage(edited(folder, lambda content: _rename(content, "output.gguf", path)))
 
 
 def _link_out(part: Path) -> None:
@@ -136,7 +120,7 @@ def test_what_is_no_file_of_the_package(
 ) -> None:
     folder = copied(sound, tmp_path / "package")
     change(folder / name)
-    message = _refusal(folder)
+    message = refusal_of(folder)
     assert name in message
     if not (name == MANIFEST and change is Path.unlink):
         assert words in message
@@ -146,7 +130,7 @@ def test_links_inside_the_package_and_those_of_a_hub_cache(sound: Path, tmp_path
     inside = copied(sound, tmp_path / "inside")
     (inside / "output.gguf").rename(inside / "blob")
     (inside / "output.gguf").symlink_to("blob")
-    _check(inside)
+    check_stage(inside)
     repository = tmp_path / "models--owner--name"
     snapshot = repository / "snapshots" / ("0" * 40)
     (repository / "blobs").mkdir(parents=True)
@@ -156,11 +140,11 @@ def test_links_inside_the_package_and_those_of_a_hub_cache(sound: Path, tmp_path
         link = snapshot / path.relative_to(sound)
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(os.path.relpath(blob, link.parent))
-    _check(snapshot)
+    check_stage(snapshot)
     (tmp_path / "stranger").write_bytes((sound / "output.gguf").read_bytes())
     (snapshot / "output.gguf").unlink()
     (snapshot / "output.gguf").symlink_to(tmp_path / "stranger")
-    assert "outside of the package" in _refusal(snapshot)
+    assert "outside of the package" in refusal_of(snapshot)
 
 
 def _set(path: str, key: str, value: object) -> Callable[[Content], object]:
@@ -238,7 +222,7 @@ _WRONG: dict[str, tuple[Callable[[Content], object], str]] = {
 @pytest.mark.parametrize("name", _WRONG)
 def test_manifests_that_lie(sound: Path, tmp_path: Path, name: str) -> None:
     edit, words = _WRONG[name]
-    assert words in _refusal(edited(copied(sound, tmp_path / "package"), edit))
+    assert words in refusal_of(edited(copied(sound, tmp_path / "package"), edit))
 
 
 def test_capitals_and_unknown_fields_are_no_fault(sound: Path, tmp_path: Path) -> None:
@@ -251,7 +235,7 @@ def test_capitals_and_unknown_fields_are_no_fault(sound: Path, tmp_path: Path) -
             part["sha256"] = part["sha256"].upper()
             part["comment"] = 1
 
-    _check(edited(folder, edit))
+    check_stage(edited(folder, edit))
 
 
 def test_all_problems_of_a_manifest_are_listed(sound: Path, tmp_path: Path) -> None:
@@ -262,7 +246,7 @@ def test_all_problems_of_a_manifest_are_listed(sound: Path, tmp_path: Path) -> N
         _part(content, "embeddings.gguf")["path"] = "../e.gguf"
         content["tensors"][5]["type"] = "Q9"
 
-    message = _refusal(edited(copied(sound, tmp_path / "package"), edit))
+    message = refusal_of(edited(copied(sound, tmp_path / "package"), edit))
     for words in ("identity: ", "parts[6].sha256", "leaves the package", "tensor type, got 'Q9'", "problems: "):
         assert words in message
 
@@ -286,7 +270,7 @@ def test_all_problems_of_a_manifest_are_listed(sound: Path, tmp_path: Path) -> N
 def test_documents_that_are_none(sound: Path, tmp_path: Path, text: str, words: str) -> None:
     folder = copied(sound, tmp_path / "package")
     (folder / MANIFEST).write_text(text, errors="surrogateescape")
-    assert words in _refusal(folder)
+    assert words in refusal_of(folder)
 
 
 _VALUES = st.one_of(
@@ -365,12 +349,12 @@ def test_parts_that_fit_their_hash_but_not_the_package(sound: Path, tmp_path: Pa
     for path in ("layers/00002.gguf", "shared.gguf", "output.gguf"):
         folder = copied(sound, tmp_path / path.replace("/", "-"))
         (folder / path).write_bytes((other / path).read_bytes())
-        message = _refusal(_with_hash(folder, path))
+        message = refusal_of(_with_hash(folder, path))
         assert path in message
         assert "build the package again" in message
     folder = copied(sound, tmp_path / "swapped")  # the next layer in place of this one
     (folder / "layers/00001.gguf").write_bytes((sound / "layers/00002.gguf").read_bytes())
-    assert "layers/00001.gguf: its header is not that of split 3" in _refusal(_with_hash(folder, "layers/00001.gguf"))
+    assert "layers/00001.gguf: its header is not that of split 3" in refusal_of(_with_hash(folder, "layers/00001.gguf"))
 
 
 def test_a_shared_part_with_other_split_numbers_or_tensors(sound: Path, tmp_path: Path) -> None:
@@ -383,7 +367,7 @@ def test_a_shared_part_with_other_split_numbers_or_tensors(sound: Path, tmp_path
     ):
         folder = copied(sound, tmp_path / str(number))
         rewrite(sound / "shared.gguf", folder / "shared.gguf", edit)
-        message = _refusal(_with_hash(folder, "shared.gguf"))
+        message = refusal_of(_with_hash(folder, "shared.gguf"))
         assert "shared.gguf: " in message
         assert "build the package again" in message
 
@@ -394,8 +378,8 @@ def test_parts_cut_short(sound: Path, tmp_path: Path) -> None:
     for keep in (0, 3, 8, 24, 300, size - 1):
         folder = copied(sound, tmp_path / str(keep))
         os.truncate(folder / "layers/00003.gguf", keep)
-        assert f"layers/00003.gguf: wanted {size} bytes, has {keep}; fetch it again" in _refusal(folder)
-        assert f"size is {keep}, but its tensors make a file of {size}" in _refusal(
+        assert f"layers/00003.gguf: wanted {size} bytes, has {keep}; fetch it again" in refusal_of(folder)
+        assert f"size is {keep}, but its tensors make a file of {size}" in refusal_of(
             _with_hash(folder, "layers/00003.gguf")
         )
 
@@ -415,81 +399,6 @@ def test_the_stage_program_refuses_in_one_line(sound: Path, tmp_path: Path) -> N
         assert code == 2, stderr
         assert stderr.splitlines()[-1].startswith(f"error: {path}"), stderr
     assert not (tmp_path / "s").exists()
-
-
-@pytest.fixture
-def old_package(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package that nobody has written for a while, as far as remembered hashes know, and an empty memory."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder = copied(sound, tmp_path / "package")
-    monkeypatch.setattr(hashes, "_SETTLED_NS", -(2**62))
-    return folder
-
-
-def _hashed_parts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many parts are read whole by a check."""
-    count = 0
-    read = os.preadv
-
-    def counting(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        nonlocal count
-        count += offset == 0
-        return read(descriptor, buffers, offset)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(hashes.os, "preadv", counting)
-        _check(folder)
-    return count
-
-
-def test_a_part_that_did_not_change_is_hashed_once(old_package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _hashed_parts(old_package, monkeypatch) == 7  # the shared part is used twice
-    assert _hashed_parts(old_package, monkeypatch) == 0
-    records = list(hashes.record_directory().glob("*.json"))
-    assert len(records) == 7
-    assert all(record.stat().st_mode & 0o077 == 0 for record in records)
-    for record, text in zip(records, ("", "[]", "{", "7", '{"format": 1}', "x" * 9000, "null"), strict=True):
-        record.write_text(text)
-    assert _hashed_parts(old_package, monkeypatch) == 7
-    for record in records:  # what others could have written counts for nothing
-        record.chmod(0o666)
-    assert _hashed_parts(old_package, monkeypatch) >= 7
-
-
-def test_what_was_remembered_never_hides_damage(old_package: Path) -> None:
-    """Case P03: not even where size and time of writing were set back, or a part was exchanged for another."""
-    _check(old_package)
-    part = old_package / "layers/00001.gguf"
-    before = part.stat()
-    good = part.read_bytes()
-    flip(part)
-    os.utime(part, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert (part.stat().st_size, part.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    assert "layers/00001.gguf: wanted sha256" in _refusal(old_package)
-    part.write_bytes(good)
-    _check(old_package)
-    other = old_package / "layers/00002.gguf"
-    part.rename(old_package / "x")
-    other.rename(part)
-    (old_package / "x").rename(other)
-    assert "2 problems: layers/00001.gguf: wanted sha256" in _refusal(old_package)
-
-
-def test_a_file_written_just_now_is_not_remembered(
-    sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(hashes, "_SETTLED_NS", 3600 * 10**9)
-    folder = copied(sound, tmp_path / "package")
-    _check(folder)
-    assert not hashes.record_directory().exists()
-    assert time.time_ns() - (folder / "output.gguf").stat().st_mtime_ns < 3600 * 10**9
-
-
-def test_the_number_of_records_is_bounded(old_package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hashes, "MOST_RECORDS", 3)
-    _check(old_package)
-    assert len(list(hashes.record_directory().glob("*"))) == 3
 
 
 def test_a_package_is_known_by_its_manifest(sound: Path) -> None:
