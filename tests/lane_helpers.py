@@ -77,13 +77,13 @@ def cpu_seconds(pid: int) -> float:
 class Program:
     """A program of ours in a process of its own, which is killed if it has not ended by the end of the block."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, **environment: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=stage_environment(),
+            env=stage_environment(**environment),
         )
 
     def read(self, n_bytes: int) -> bytes:

@@ -125,7 +125,12 @@ def wait_until_idle(client: Client) -> None:
 
 def child_processes() -> set[int]:
     """Processes that this one has started and that are still there."""
-    tasks = Path("/proc/self/task").iterdir()
+    return children_of("self")
+
+
+def children_of(pid: int | str) -> set[int]:
+    """Processes that another one has started and that are still there."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
     return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
 
 

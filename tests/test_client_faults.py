@@ -260,7 +260,7 @@ def test_a_closed_client_says_so(served: Client) -> None:
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_stage_that_dies_fails_the_answer_and_says_which(endless: Parrot, victim: int) -> None:
-    options = {**SMALL, "ctx_size": 65536, "lanes": 1}
+    options = {**SMALL, "ctx_size": 65536, "lanes": 1, "restart": False}
     with LocalPipeline(endless.path, stages=3, **options) as pipeline, pipeline.client(timeout=1.0) as client:
         stream = client.stream("x", max_tokens=60_000)
         next(stream)

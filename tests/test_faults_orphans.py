@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from lane_helpers import Program, recited
 from model_files import Parrot, parrot, sparse
+from pipeline_helpers import children_of
 from stage_peers import Asker
 from stage_processes import PATIENCE, StagePipeline, stage_environment
 from transport_helpers import Transport
@@ -157,11 +158,6 @@ def test_stages_are_told_to_end_with_streams_under_way(
     assert asker.tokens((5,), max_tokens=20) == recited(model, 20)
 
 
-def _children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
-
-
 @pytest.fixture
 def temporary() -> Iterator[Path]:
     """The directory for temporary files of a program; it must leave nothing there."""
@@ -190,7 +186,7 @@ def test_ctrl_c_at_a_program_with_stages_of_its_own(
     with _client(model.path, temporary, *options) as program:
         assert program.stdout is not None
         assert program.stdout.read(11) == b"home again "
-        stages = [os.pidfd_open(pid) for pid in _children(program.pid)]
+        stages = [os.pidfd_open(pid) for pid in children_of(program.pid)]
         assert len(stages) == 2
         for _ in range(times):
             os.killpg(program.pid, signal.SIGINT)
@@ -212,7 +208,7 @@ def test_a_signal_while_stages_load(
         while not (sockets := list(temporary.rglob("s0"))) and program.poll() is None:
             os.sched_yield()
         assert sockets
-        stages = [os.pidfd_open(pid) for pid in _children(program.pid)]
+        stages = [os.pidfd_open(pid) for pid in children_of(program.pid)]
         os.killpg(program.pid, number)
         _, errors = program.communicate(timeout=PATIENCE)
     assert program.returncode == status

@@ -9,36 +9,25 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from gguf_bytes import STRING, RawGguf, scalar
 from model_files import Parrot, parrot, rewrite, tiny
-from pipeline_helpers import PATIENCE, SMALL, child_processes, open_descriptors
+from pipeline_helpers import PATIENCE, SMALL, child_processes
 
 import skippy_zmq
 from skippy_zmq import LocalPipeline
 from skippy_zmq.errors import DeadlineError, EndpointError, ModelFileError, OptionError, SkippyError
 from skippy_zmq.runtime.options import StageOptions
 
+pytest_plugins = ("pipeline_fixtures",)
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Parrot:
     return parrot(tmp_path_factory.mktemp("parrot") / "parrot.gguf", "polly", context=512)
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The directory for temporary files; a test that leaves a process, a descriptor or a file behind fails."""
-    tmp_path_factory.getbasetemp()  # pytest chooses its own place now, not below the one that is watched
-    with tempfile.TemporaryDirectory(prefix="skt") as directory:
-        monkeypatch.setattr(tempfile, "tempdir", directory)
-        processes, descriptors = child_processes(), open_descriptors()
-        yield Path(directory)
-        assert child_processes() == processes
-        assert open_descriptors() == descriptors
-        assert list(Path(directory).iterdir()) == []
 
 
 def test_a_pipeline_answers_and_says_what_it_is(model: Parrot) -> None:
@@ -187,7 +176,7 @@ def test_an_error_of_the_caller_stops_the_stages(model: Parrot) -> None:
 
 
 def test_a_stage_that_does_not_leave_is_killed(model: Parrot, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skippy_zmq.local.STOP_SECONDS", 0.2)
+    monkeypatch.setattr("skippy_zmq.supervision.STOP_SECONDS", 0.2)
     with LocalPipeline(model.path, stages=2, **SMALL) as pipeline:
         os.kill(pipeline.process_ids[1], signal.SIGSTOP)
 

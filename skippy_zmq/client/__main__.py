@@ -75,7 +75,9 @@ def _run_local(arguments: argparse.Namespace) -> int:
     with exit_on_terminate(), pipeline, pipeline.client(timeout=timeout) as client:
         try:
             return _run(client, arguments)
-        except StageLostError as error:
+        except RetryableError as error:
+            if not isinstance(error, StageLostError) and error.code != "shutting_down":  # as a failed pipeline does
+                raise
             why = pipeline.failure()
             raise (StageLostError(why) if why else error) from None
 
