@@ -15,8 +15,8 @@ namespace {
 class SparseBytes {
   public:
     explicit SparseBytes(size_t size)
-        : size_(std::max<size_t>(size, 1)), data_(mmap(nullptr, size_, PROT_READ | PROT_WRITE,
-                                                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)) {
+        : size_(std::max<size_t>(size, 1)),
+          data_(mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)) {
         if (data_ == MAP_FAILED) {
             throw std::runtime_error("no address space for " + std::to_string(size) + " bytes");
         }
