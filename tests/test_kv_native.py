@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf_bytes import STRING, UINT32, RawGguf, RawTensor, scalar
 from kv_lanes import Stages, rows_of, tokens_of
 from kv_oracle import Unsplit
-from model_files import LATENT_ROW, latent, tiny
+from model_files import LATENT_ROW, latent, rewrite, tiny
 
 from skippy_zmq.errors import KvPageError
 from skippy_zmq.runtime.options import CacheType, StageOptions
@@ -226,6 +227,28 @@ def test_lanes_used_at_random(cache: Cache) -> None:
                     k, v = rows_of(blocks, rows, held[other], ELEMENT[rows.v_type])
                     assert np.array_equal(k, saved[i].rows)
                     assert np.array_equal(v, saved[len(staged.layers) + i].rows)
+
+
+def test_context_size_can_select_other_rotary_factors(wide: Path, folder: Path) -> None:
+    """Then keys are rotated in another way, and a page of one context is wrong in the other: pages have to say so."""
+
+    def edit(raw: RawGguf) -> None:
+        raw.values["llama.rope.scaling.type"] = scalar(STRING, "longrope")
+        raw.values["llama.rope.scaling.original_context_length"] = scalar(UINT32, 256)
+        for name, factor in (("long", 4.0), ("short", 1.0)):
+            factors = np.full(32, factor, np.float32)
+            raw.tensors[f"rope_factors_{name}.weight"] = RawTensor((32,), 0, factors.tobytes())
+
+    path = rewrite(wide, folder / "longrope.gguf", edit)
+    keys = []
+    for ctx_size, factors in ((96, "short"), (256, "short"), (300, "long")):
+        staged = Stages(path, [2], options(ctx_size=ctx_size))
+        assert [stage.kv_rope_factors for stage in staged.stages] == [factors] * 2
+        prompt(staged, 0, tokens_of(0, 8, staged.model.last.n_vocab))
+        keys.append(staged.export(0, 0, 8)[0])
+    assert np.array_equal(keys[0], keys[1])
+    assert not np.array_equal(keys[1], keys[2])
+    assert Stages(wide, [2], options()).stages[0].kv_rope_factors == ""
 
 
 # ---- refusals

@@ -97,6 +97,13 @@ template <typename Copy> void for_each_run(const KvBlock &block, int lane, size_
 void KvPages::note(ggml_cgraph *graph) {
     for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
         const ggml_tensor *root = ggml_graph_node(graph, i);
+        if (root->op == GGML_OP_ROPE && root->src[2] != nullptr) {
+            for (const char *set : {"long", "short"}) {
+                if (std::strstr(root->src[2]->name, (std::string("rope_factors_") + set).c_str()) != nullptr) {
+                    rope_factors_ = set;
+                }
+            }
+        }
         while (root->view_src != nullptr) {
             root = root->view_src;
         }
