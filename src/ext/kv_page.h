@@ -56,8 +56,8 @@ class KvPages {
     // Lets a lane that holds nothing hold `n_tokens` tokens, whatever its cells contain. False where llama.cpp did not
     // put them into the lane's first cells.
     bool claim(llama_context *context, int lane, int n_tokens) const;
-    // Writes tokens from `first` on. Throws std::invalid_argument at a block that holds no numbers; it and those behind
-    // it are then not written.
+    // Writes tokens from `first` on. Throws std::invalid_argument at a block that holds no numbers: zeros stand in its
+    // place then, and what is behind it is not written.
     void write(int lane, int first, const KvPayload &payload) const;
 
   private:
