@@ -28,9 +28,9 @@ GREEDY = SamplingParams(ignore_eos=True)
 class Pipeline:
     """``split``: layer numbers to cut at. ``pin``: a core for each stage; else all cores are everybody's.
 
-    ``options``: of the stage program, the same for every stage; without ``--kv-cache-bytes`` no prompt is remembered, as
-    a benchmark asks for the same ones again. ``delay_s``: one way, of every link of the ring,
-    through the proxy of ``skippy_zmq.testing``; None: without a proxy. Clients reach all stages without a delay.
+    ``options``: of the stage program, the same for every stage; unless they name ``--kv-cache-bytes`` no prompt is
+    remembered, as a benchmark asks for the same ones again. ``delay_s``: one way, of every link of the ring, through
+    the proxy of ``skippy_zmq.testing``; None: without a proxy. Clients reach all stages without a delay.
     """
 
     def __init__(
@@ -118,6 +118,10 @@ class Pipeline:
     def stream(self, prompt: Sequence[int], max_tokens: int) -> Stream:
         """The likeliest tokens, the end of a text apart."""
         return self.client.stream(token_ids=prompt, max_tokens=max_tokens, sampling=GREEDY)
+
+    def client_again(self) -> Client:
+        """Another client, to be closed by the caller."""
+        return Client(self.endpoints[0])
 
     def close(self) -> None:
         self._stack.close()

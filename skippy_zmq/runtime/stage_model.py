@@ -174,6 +174,14 @@ class StageModel:
         """Why lanes of this stage have no pages; empty where they have."""
         return self.native_context.kv_refusal
 
+    @property
+    def kv_rope_factors(self) -> str:
+        """ "long" or "short" where the size of the context selects one of two sets of rotary factors, else "".
+
+        Pages of one do not fit a context with the other.
+        """
+        return self.native_context.kv_rope_factors
+
     def export_kv(self, lane: int, first: int, end: int) -> kv_pages.Payload:
         """The payload of a page of tokens [first, end) of ``lane``; raise KvPageError where there is none."""
         return kv_pages.export_kv(self.native_context, lane, first, end)

@@ -81,7 +81,9 @@ class LanePages:
             self.why_not = f"layers {model.layers} have no attention state"
         else:
             self.page_tokens = options.kv_page_tokens
-            facts = PageFacts(identity, LLAMA_CPP_BUILD, model.kv_layers)
+            # On some models the context's size decides which rotary factors a key was turned by.
+            rope = f", {model.kv_rope_factors} rope factors" if model.kv_rope_factors else ""
+            facts = PageFacts(identity, LLAMA_CPP_BUILD + rope, model.kv_layers)
             self._store = PageStore(
                 facts,
                 options.kv_cache_bytes,
