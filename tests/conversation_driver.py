@@ -6,7 +6,8 @@ import dataclasses
 
 from wire_values import FACTS
 
-from skippy_zmq.client.conversation import Connect, Conversation, Event, Send
+from skippy_zmq.client.conversation import Conversation
+from skippy_zmq.client.outcomes import Connect, Event, Leave, Send
 from skippy_zmq.errors import SkippyError
 from skippy_zmq.wire.codec import decode
 from skippy_zmq.wire.messages import Generate, Message, StageFacts, Welcome
@@ -35,7 +36,7 @@ class Driver:
     def __init__(self) -> None:
         self.conversation = Conversation(FIRST, "client-1", CONTACT)
 
-    def actions(self) -> list[Connect | tuple[str, Message]]:
+    def actions(self) -> list[Connect | Leave | tuple[str, Message]]:
         """What is to be done by now, sent frames decoded."""
         return [
             (action.endpoint, decode(action.frames)[0]) if isinstance(action, Send) else action

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from conversation_driver import ASK, CONTACT, END, FIRST, LAST, MIDDLE, STAGES, ZERO, Driver, facts
 
-from skippy_zmq.client.conversation import Connect, Finished, Opened
+from skippy_zmq.client.outcomes import Connect, Finished, Opened
 from skippy_zmq.client.results import Chunk
 from skippy_zmq.errors import (
     BusyError,

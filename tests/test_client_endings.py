@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 from conversation_driver import ASK, CONTACT, END, FIRST, LAST, MIDDLE, STAGES, ZERO, Driver
 
-from skippy_zmq.client.conversation import CANCEL_SECONDS, Connect, Finished
+from skippy_zmq.client.conversation import CANCEL_SECONDS
+from skippy_zmq.client.outcomes import Connect, Finished
 from skippy_zmq.client.results import Chunk
 from skippy_zmq.errors import (
     DeadlineError,
@@ -33,13 +34,13 @@ def driver() -> Driver:
     return Driver()
 
 
-def test_a_broken_connection_fails_what_was_sent_and_keeps_what_waits(driver: Driver) -> None:
-    driver.asked().conversation.disconnected(LAST, f"{LAST}: connection lost")
+def test_a_lost_stage_0_fails_what_was_sent_and_keeps_what_waits(driver: Driver) -> None:
+    driver.asked().conversation.disconnected(FIRST, f"{FIRST}: connection lost")
     assert isinstance(driver.failure(), StageLostError)
     driver.conversation.submit("r2", dataclasses.replace(ASK, request="r2"), 2.0)
     assert driver.actions() == []
-    driver.conversation.connected(LAST)
-    driver.hear(LAST, Welcome((END,), ready=True), now=3.0)
+    driver.conversation.connected(FIRST)
+    driver.hear(FIRST, Welcome(STAGES, ready=True), now=3.0)
     assert [message.kind.name for _, message in driver.actions()] == ["HELLO", "GENERATE"]  # type: ignore[misc]
 
 

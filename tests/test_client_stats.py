@@ -9,9 +9,9 @@ from collections.abc import Mapping
 import pytest
 from conversation_driver import CONTACT, END, FIRST, LAST, MIDDLE, STAGES, ZERO, Driver
 
-from skippy_zmq.client.conversation import Connect, Event
 from skippy_zmq.client.history import History
 from skippy_zmq.client.json_values import change_values, stats_values
+from skippy_zmq.client.outcomes import Connect, Event
 from skippy_zmq.client.stats import PipelineStats, StageStats
 from skippy_zmq.client.stats_view import stats_report
 from skippy_zmq.client.survey import STAGE_SECONDS, Surveys

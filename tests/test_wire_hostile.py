@@ -133,7 +133,7 @@ def test_every_field_refuses_what_it_is_not_and_is_named(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in Kind if kind is not Kind.ACTIVATIONS])
-def test_only_activations_carry_payloads(kind: Kind) -> None:
+def test_no_message_has_a_payload_too_many(kind: Kind) -> None:
     assert "payload" in str(refusal([*frames_of(kind), b"x"]))
 
 
@@ -385,6 +385,28 @@ def test_payload_frames_that_do_not_match_their_descriptors(payloads: tuple[byte
         (Kind.BATCH_DONE, (2, 0), ["s", "native"], "BatchDone.failed[0]: "),
         (Kind.BATCH_DONE, (2, 0, 1), "boom", "BatchDone.failed[0][1]: "),
         (Kind.BATCH_DONE, (1, 1, 3), -1, "BatchDone.tokens[1].token: "),
+        (Kind.RESUME, (1,), -1, "Resume.received: "),
+        (Kind.KEPT, (1,), "x" * 129, "Kept.session: "),
+        (Kind.KEPT, (2,), limits.MAX_PROMPT_TOKENS + 1, "Kept.n_tokens: "),
+        (Kind.KV_MATCH, (1,), b"", "KvMatch.links: "),
+        (Kind.KV_MATCH, (1,), bytes(33), "KvMatch.links: "),
+        (Kind.KV_MATCH, (1,), bytes(32 * limits.MAX_PAGES + 32), "KvMatch.links: "),
+        (Kind.KV_MATCH, (2,), 3, "KvMatch.links: "),
+        (Kind.KV_MATCH, (2,), -1, "KvMatch.pages: "),
+        (Kind.KV_KEEP, (1,), limits.MAX_LANES, "KvKeep.lane: "),
+        (Kind.KV_ANSWER, (1,), limits.MAX_PAGES + 1, "KvAnswer.pages: "),
+        (Kind.KV_EXPORT, (1,), bytes(31), "KvExport.link: "),
+        (Kind.KV_EXPORT, (1,), "x" * 32, "KvExport.link: "),
+        (Kind.KV_PAGE, (1,), b"", "KvPage.descriptor: "),
+        (Kind.KV_IMPORT, (1,), bytes(limits.MAX_DESCRIPTOR_BYTES + 1), "KvImport.descriptor: "),
+        (Kind.KV_IMPORT, (2,), [], "KvImport.tensors: "),
+        (Kind.KV_IMPORT, (2, 0, 5), 1 << 40, "KvImport.tensors[0].nbytes: "),
+        (Kind.KV_SESSION, (1,), "", "KvSession.session: "),
+        (Kind.KV_ADOPT, (1,), b"", "KvAdopt.token_ids: "),
+        (Kind.KV_ADOPT, (2,), 0, "KvAdopt.n_prompt: "),
+        (Kind.KV_ADOPT, (2,), 4, "KvAdopt.n_prompt: "),
+        (Kind.KV_SESSION_REPLY, (3,), 4, "KvSessionReply.n_prompt: "),
+        (Kind.KV_SESSION_REPLY, (4,), limits.MAX_PAGE_TOKENS + 1, "KvSessionReply.page_tokens: "),
     ],
 )
 def test_one_wrong_field_of_other_messages(kind: Kind, place: tuple[int, ...], value: Any, words: str) -> None:
@@ -396,8 +418,9 @@ def test_one_wrong_field_of_other_messages(kind: Kind, place: tuple[int, ...], v
     assert str(refusal([prefix, msgpack.packb(values), *payloads])).startswith(words)
 
 
-def test_logits_of_another_size_than_their_descriptor() -> None:
-    prefix, header, payload = frames_of(Kind.TOKENS)
+@pytest.mark.parametrize("kind", [Kind.TOKENS, Kind.KV_PAGE, Kind.KV_IMPORT])
+def test_a_payload_of_another_size_than_its_descriptor(kind: Kind) -> None:
+    prefix, header, payload = frames_of(kind)
     assert "wanted 16 bytes" in str(refusal([prefix, header, bytes(payload)[:-4]]))
     assert "wanted 1 payload frames" in str(refusal([prefix, header]))
     assert "wanted 1 payload frames" in str(refusal([prefix, header, payload, payload]))

@@ -25,6 +25,10 @@ from skippy_zmq.wire.messages import (
     Error,
     Generate,
     Kind,
+    KvAdopt,
+    KvImport,
+    KvMatch,
+    KvSessionReply,
     SamplingParams,
     SessionOpen,
     SessionRows,
@@ -84,6 +88,7 @@ def _largest_batch() -> tuple[Activations, list[bytes]]:
     )
     lanes = range(limits.MAX_LANES)
     n_rows = limits.MAX_BATCH_ROWS // limits.MAX_LANES
+    prefix = struct.pack("<i", limits.MAX_TOKEN_ID) * limits.MAX_PROMPT_TOKENS
     rows = tuple(SessionRows(name("session", lane), lane, limits.MAX_POSITION - n_rows, n_rows, True) for lane in lanes)
     opens = tuple(
         SessionOpen(
@@ -95,6 +100,11 @@ def _largest_batch() -> tuple[Activations, list[bytes]]:
             limits.MAX_POSITION,
             sampling,
             stops,
+            True,
+            b"" if row.lane else prefix,
+            limits.MAX_PROMPT_TOKENS,
+            True,
+            limits.MAX_POSITION,
         )
         for row in rows
     )
@@ -116,6 +126,22 @@ def test_facts_of_the_longest_pipeline_fit() -> None:
     facts = dataclasses.replace(FACTS, wanted=many, offered=many)
     message = Welcome((facts,) * limits.MAX_STAGES, True)
     assert decode(encode(message))[0] == message
+
+
+def test_the_largest_page_fits() -> None:
+    size = limits.MAX_PAYLOAD_BYTES
+    message = KvImport("r", bytes(limits.MAX_DESCRIPTOR_BYTES), (TensorDescriptor("page", 0, 0, "i8", (size,), size),))
+    back, (view,) = decode(encode(message, [memoryview(bytes(size))]))
+    assert back == message
+    assert view.nbytes == size
+
+
+def test_the_longest_session_fits() -> None:
+    name, tokens = "5e" * 32, (limits.MAX_TOKEN_ID,) * limits.MAX_PROMPT_TOKENS
+    match = KvMatch("s", bytes(limits.MAX_PAGES * limits.LINK_BYTES), limits.MAX_PAGES)
+    reply = KvSessionReply("r", name, tokens, len(tokens), limits.MAX_PAGE_TOKENS)
+    for message in (match, reply, KvAdopt("r", tokens, len(tokens))):
+        assert decode(encode(message))[0] == message
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,22 @@ from skippy_zmq.wire.messages import (
     Error,
     Generate,
     Hello,
+    Kept,
     Kind,
+    KvAdopt,
+    KvAnswer,
+    KvExport,
+    KvImport,
+    KvImported,
+    KvKeep,
+    KvMatch,
+    KvPage,
+    KvSession,
+    KvSessionReply,
     Ping,
     Pong,
     Ready,
+    Resume,
     SampledToken,
     SamplingParams,
     SessionClose,
@@ -69,6 +81,7 @@ FACTS = StageFacts(
     row_class_low=2,
     row_class_high=12,
     reproducible=True,
+    kv_page_tokens=64,
 )
 _SAMPLING = SamplingParams(temperature=0.8, logit_bias=((5, -1.5), (7, 2.0)), seed=42, grammar='root ::= "a"')
 BATCH = Activations(
@@ -87,10 +100,12 @@ BATCH = Activations(
         TensorDescriptor("l_out-14", 0, 0, "f32", (4, 2), 32),
         TensorDescriptor("l_out-14", 0, 1, "f32", (4, 3), 48),
     ),
-    opens=(SessionOpen("s-3", 4, "r-3", b"client-9", 3, 64, _SAMPLING, ("\n\n",)),),
+    opens=(SessionOpen("s-3", 4, "r-3", b"client-9", 3, 64, _SAMPLING, ("\n\n",), False, bytes(8), 1, True, 5),),
     times=BatchTimes(9_000, 8_500, 8_500),
 )
 BATCH_PAYLOADS = (bytes(range(32)), bytes(range(48)))
+
+PAGE = TensorDescriptor("page", 0, 0, "i8", (16,), 16)
 
 EXAMPLES: dict[Kind, Any] = {
     Kind.HELLO: Hello("upstream", "stage-0-5e1f", FACTS),
@@ -99,9 +114,17 @@ EXAMPLES: dict[Kind, Any] = {
     Kind.ERROR: Error("busy", "8 lanes and 64 places in the queue are taken", "r-1", True),
     Kind.PING: Ping(77),
     Kind.PONG: Pong(77, True),
-    Kind.GENERATE: Generate("r-1", 32, messages=(ChatMessage("user", "Grüße 🦙"),), sampling=_SAMPLING, stop=("###",)),
+    Kind.GENERATE: Generate(
+        "r-1",
+        32,
+        messages=(ChatMessage("user", "Grüße 🦙"),),
+        sampling=_SAMPLING,
+        stop=("###",),
+        keep=True,
+        session="5e" * 32,
+    ),
     Kind.CANCEL: Cancel("r-1"),
-    Kind.ACCEPTED: Accepted("r-1", (1, 2, 49151)),
+    Kind.ACCEPTED: Accepted("r-1", (1, 2, 49151), 2),
     Kind.TOKENS: Tokens(
         "r-1",
         3,
@@ -111,6 +134,8 @@ EXAMPLES: dict[Kind, Any] = {
         {"prefill": 12_000, "decode": 90_000},
         (TensorDescriptor("logits", 0, 0, "f32", (4,), 16),),
     ),
+    Kind.RESUME: Resume("r-1", 17),
+    Kind.KEPT: Kept("r-1", "5e" * 32, 130),
     Kind.ACTIVATIONS: BATCH,
     Kind.SESSION_CLOSE: SessionClose("s-1", 0, "cancelled"),
     Kind.BATCH_DONE: BatchDone(
@@ -120,17 +145,27 @@ EXAMPLES: dict[Kind, Any] = {
         BatchTimes(18_000, 17_000, 9_000),
     ),
     Kind.BATCH_FAILED: messages.BatchFailed(13, ("s-3",), BATCH.opens, "native", "llama_decode returned -3"),
+    Kind.KV_MATCH: KvMatch("s-1", bytes(range(64)), 1, b"client-9"),
+    Kind.KV_KEEP: KvKeep("s-1", 0, 3),
+    Kind.KV_ANSWER: KvAnswer("s-1", 2),
     Kind.TOKENIZE: Tokenize("r-2", "hello", False, True),
     Kind.TOKENIZED: Tokenized("r-2", (31, 32)),
     Kind.DETOKENIZE: Detokenize("r-3", (31, 32)),
     Kind.DETOKENIZED: Detokenized("r-3", b"\xf0\x9f\xa6"),
     Kind.STATS: Stats("r-4"),
     Kind.STATS_REPLY: StatsReply("r-4", FACTS, {"batches.run": 12, "now.lanes_used": 3}),
+    Kind.KV_EXPORT: KvExport("r-5", bytes(range(32))),
+    Kind.KV_PAGE: KvPage("r-5", b"\x80", (PAGE,)),
+    Kind.KV_IMPORT: KvImport("r-6", b"\x80", (PAGE,)),
+    Kind.KV_IMPORTED: KvImported("r-6"),
+    Kind.KV_SESSION: KvSession("r-7", "5e" * 32),
+    Kind.KV_ADOPT: KvAdopt("r-8", (1, 2, 3), 2),
+    Kind.KV_SESSION_REPLY: KvSessionReply("r-7", "5e" * 32, (1, 2, 3), 2, 64),
 }
 
 
 def example_payloads(kind: Kind) -> tuple[bytes, ...]:
-    if kind is Kind.TOKENS:
+    if kind in (Kind.TOKENS, Kind.KV_PAGE, Kind.KV_IMPORT):
         return (bytes(range(16)),)
     return BATCH_PAYLOADS if kind is Kind.ACTIVATIONS else ()
 
@@ -219,6 +254,7 @@ def facts(draw: st.DrawFn) -> StageFacts:
             offered=specs,
             **dict.fromkeys(["weights_bytes", "kv_bytes", "compute_bytes"], COUNTS),
             threads=st.integers(0, limits.MAX_POSITION),
+            kv_page_tokens=st.integers(0, limits.MAX_PAGE_TOKENS),
         )
     )
 
@@ -248,6 +284,7 @@ def batches(draw: st.DrawFn) -> tuple[Activations, list[bytes]]:
                 size *= dim
             tensors.append(TensorDescriptor(draw(NAMES), occurrence, index, dtype, shape, size))
     opened = draw(st.lists(st.sampled_from(rows), max_size=2, unique=True))
+    prefix = draw(IDS)
     opens = tuple(
         SessionOpen(
             row.session,
@@ -258,6 +295,11 @@ def batches(draw: st.DrawFn) -> tuple[Activations, list[bytes]]:
             draw(st.integers(1, limits.MAX_POSITION)),
             draw(SAMPLING),
             draw(STOPS),
+            draw(st.booleans()),
+            prefix=struct.pack(f"<{len(prefix)}i", *prefix),
+            plain=draw(st.integers(0, limits.MAX_PROMPT_TOKENS)),
+            keep=draw(st.booleans()),
+            received=draw(POSITIONS),
         )
         for row in opened
     )
@@ -289,7 +331,38 @@ _PROMPTS: st.SearchStrategy[dict[str, Any]] = (
 def generates(draw: st.DrawFn) -> Generate:
     limit = draw(st.integers(1, limits.MAX_POSITION))
     rest: dict[str, Any] = {"sampling": draw(SAMPLING), "stop": draw(STOPS), "timeout_ms": draw(COUNTS)}
+    rest |= {"logits": draw(st.booleans()), "keep": draw(st.booleans())}
+    rest["session"] = draw(texts(0, limits.MAX_NAME_BYTES))
     return Generate(draw(NAMES), limit, **draw(_PROMPTS), **rest)
+
+
+@st.composite
+def matches(draw: st.DrawFn) -> KvMatch:
+    count = draw(st.integers(1, 5))
+    size = count * limits.LINK_BYTES
+    links = draw(st.binary(min_size=size, max_size=size))
+    owner = draw(st.binary(max_size=limits.MAX_ROUTING_ID_BYTES))
+    return KvMatch(draw(NAMES), links, draw(st.integers(0, count)), owner)
+
+
+@st.composite
+def adoptions(draw: st.DrawFn) -> KvAdopt:
+    token_ids = draw(SOME_IDS)
+    return KvAdopt(draw(NAMES), token_ids, draw(st.integers(1, len(token_ids))))
+
+
+@st.composite
+def session_replies(draw: st.DrawFn) -> KvSessionReply:
+    token_ids = draw(SOME_IDS)
+    n_prompt = draw(st.integers(1, len(token_ids)))
+    return KvSessionReply(draw(NAMES), draw(NAMES), token_ids, n_prompt, draw(st.integers(1, limits.MAX_PAGE_TOKENS)))
+
+
+@st.composite
+def pages(draw: st.DrawFn, kind: type[KvPage] | type[KvImport]) -> tuple[KvPage | KvImport, list[bytes]]:
+    payload = draw(st.binary(min_size=1, max_size=64))
+    tensor = TensorDescriptor("page", 0, 0, "i8", (len(payload),), len(payload))
+    return kind(draw(NAMES), draw(st.binary(min_size=1, max_size=64)), (tensor,)), [payload]
 
 
 SIMPLE: dict[Kind, st.SearchStrategy[Any]] = {
@@ -304,7 +377,7 @@ SIMPLE: dict[Kind, st.SearchStrategy[Any]] = {
     Kind.PONG: st.builds(Pong, COUNTS, st.booleans()),
     Kind.GENERATE: generates(),
     Kind.CANCEL: st.builds(Cancel, NAMES),
-    Kind.ACCEPTED: st.builds(Accepted, NAMES, SOME_IDS),
+    Kind.ACCEPTED: st.builds(Accepted, NAMES, SOME_IDS, st.integers(0, limits.MAX_PROMPT_TOKENS)),
     Kind.TOKENS: st.builds(
         Tokens,
         NAMES,
@@ -314,6 +387,16 @@ SIMPLE: dict[Kind, st.SearchStrategy[Any]] = {
         FINISH,
         st.dictionaries(NAMES, COUNTS, max_size=5),
     ),
+    Kind.RESUME: st.builds(Resume, NAMES, POSITIONS),
+    Kind.KEPT: st.builds(Kept, NAMES, texts(0, limits.MAX_NAME_BYTES), st.integers(0, limits.MAX_PROMPT_TOKENS)),
+    Kind.KV_MATCH: matches(),
+    Kind.KV_KEEP: st.builds(KvKeep, NAMES, st.integers(0, limits.MAX_LANES - 1), st.integers(0, limits.MAX_PAGES)),
+    Kind.KV_ANSWER: st.builds(KvAnswer, NAMES, st.integers(0, limits.MAX_PAGES)),
+    Kind.KV_EXPORT: st.builds(KvExport, NAMES, st.binary(min_size=32, max_size=32)),
+    Kind.KV_IMPORTED: st.builds(KvImported, NAMES),
+    Kind.KV_SESSION: st.builds(KvSession, NAMES, NAMES),
+    Kind.KV_ADOPT: adoptions(),
+    Kind.KV_SESSION_REPLY: session_replies(),
     Kind.SESSION_CLOSE: st.builds(
         messages.SessionClose,
         NAMES,
@@ -352,5 +435,7 @@ SIMPLE: dict[Kind, st.SearchStrategy[Any]] = {
 }
 ALL: dict[Kind, st.SearchStrategy[tuple[Any, list[bytes]]]] = {
     Kind.ACTIVATIONS: batches(),
+    Kind.KV_PAGE: pages(KvPage),
+    Kind.KV_IMPORT: pages(KvImport),
     **{kind: strategy.map(lambda message: (message, [])) for kind, strategy in SIMPLE.items()},
 }

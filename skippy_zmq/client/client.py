@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from skippy_zmq.client.connection import Connection
-from skippy_zmq.client.conversation import Event, Finished, Opened, Outcome
+from skippy_zmq.client.outcomes import Event, Finished, Opened, Outcome
 from skippy_zmq.client.requests import DEFAULT_MAX_TOKENS, GREEDY, Messages, check_timeout, generate_request
 from skippy_zmq.client.results import Chunk, Generation
 from skippy_zmq.client.stats import PipelineStats

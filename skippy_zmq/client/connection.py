@@ -7,7 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from skippy_zmq.client.conversation import Connect, Conversation, Event
+from skippy_zmq.client.conversation import Conversation
+from skippy_zmq.client.outcomes import Connect, Event, Leave
 from skippy_zmq.client.survey import Surveys
 from skippy_zmq.errors import EndpointError, OptionError, ProtocolError
 from skippy_zmq.transport import (
@@ -146,6 +147,9 @@ class Connection:
             if isinstance(action, Connect):
                 self._connect(action.endpoint)
                 continue
+            if isinstance(action, Leave):
+                self._leave(action.endpoint)
+                continue
             try:
                 self._links[action.endpoint].send(action.frames)
             except (PeerGone, QueueFull) as error:
@@ -160,3 +164,9 @@ class Connection:
             self.conversation.unreachable(name, EndpointError(f"a stage says it is at {name}: {error}"))
             return
         self._links[name] = self._loop.add(link)
+
+    def _leave(self, name: str) -> None:
+        link = self._links.pop(name, None)  # none was made where the address cannot be right
+        if link is not None:
+            self._loop.remove(link)
+            link.close()

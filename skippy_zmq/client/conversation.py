@@ -6,12 +6,20 @@ No sockets, no threads, no clock (``now`` is time.monotonic's, passed in), so ``
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from skippy_zmq.client.answer import Answer
-from skippy_zmq.client.results import Chunk, Generation
-from skippy_zmq.client.stats import PipelineStats
-from skippy_zmq.errors import DeadlineError, EndpointError, ProtocolError, SkippyError, StageLostError
+from skippy_zmq.client.contacts import Contacts
+from skippy_zmq.client.outcomes import Action, Event, Finished, Opened, Outcome, PageReceived, Send
+from skippy_zmq.client.pending import Pending
+from skippy_zmq.client.recovery import Recovery, Verdict
+from skippy_zmq.client.results import Chunk
+from skippy_zmq.errors import (
+    DeadlineError,
+    ProtocolError,
+    RetryableError,
+    SkippyError,
+    StageLostError,
+)
 from skippy_zmq.wire.codec import encode
 from skippy_zmq.wire.failures import exception_of
 from skippy_zmq.wire.messages import (
@@ -22,10 +30,19 @@ from skippy_zmq.wire.messages import (
     Error,
     Generate,
     Hello,
+    Kept,
+    KvAdopt,
+    KvExport,
+    KvImport,
+    KvImported,
+    KvPage,
+    KvSession,
+    KvSessionReply,
     Message,
     Ping,
     Pong,
     Ready,
+    Resume,
     StageFacts,
     Stats,
     StatsReply,
@@ -37,75 +54,7 @@ from skippy_zmq.wire.messages import (
 
 # A cancelled request that nobody ends is ended here after this time.
 CANCEL_SECONDS = 5.0
-
-Frames = list[bytes | memoryview]
-
-
-@dataclass(frozen=True, slots=True)
-class Connect:
-    """Action: open a link to ``endpoint``."""
-
-    endpoint: str
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Action: send ``frames`` to ``endpoint``; report ``unsendable`` with ``request`` where that fails."""
-
-    endpoint: str
-    frames: Frames
-    request: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The last chunk of an answer and the whole of it; ``chunk`` is None where the last one was told before."""
-
-    chunk: Chunk | None
-    generation: Generation
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """The pipeline is ready and the client welcome at both ends."""
-
-    stages: tuple[StageFacts, ...]
-
-
-Action = Connect | Send
-Outcome = Chunk | Finished | Opened | Tokenized | Detokenized | StatsReply | PipelineStats | SkippyError
-Event = tuple[str, Outcome]  # the request it belongs to
-
-
-@dataclass(slots=True)
-class _Peer:
-    connected: bool = False
-    welcomed: bool = False
-    ready: bool = False  # as it said last
-    detail: str = ""  # why the last attempt to connect failed
-    refusal: SkippyError | None = None
-
-
-@dataclass(slots=True)
-class _Pending:
-    """``target``: the peer that answers, None for the pipeline as a whole. No frames: waits for the pipeline only."""
-
-    frames: Frames | None
-    target: str | None
-    contact_by: float
-    deadline: float | None
-    seconds: float  # what the deadline, or else the contact, was given
-    ask_ready: bool = False
-    answer: Answer | None = None
-    sent: bool = False
-    cancelling: bool = False
-    told_last: bool = False
-
-
-@dataclass(slots=True)
-class _Output:
-    actions: list[Action] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
+Ask = Generate | Tokenize | Detokenize | Stats | KvExport | KvImport | KvSession | KvAdopt
 
 
 class Conversation:
@@ -113,48 +62,55 @@ class Conversation:
 
     def __init__(self, endpoint: str, peer: str, contact_seconds: float) -> None:
         self.endpoint = endpoint
-        self.stages: tuple[StageFacts, ...] = ()
         self.contact_seconds = contact_seconds
-        self._hello = Hello("client", peer)
-        self._ready = False
-        self._peers = {endpoint: _Peer()}
-        self._pending: dict[str, _Pending] = {}
-        self._out = _Output([Connect(endpoint)])
+        self._actions: list[Action] = []
+        self._events: list[Event] = []
+        self._pending: dict[str, Pending] = {}
+        self._contacts = Contacts(endpoint, Hello("client", peer), self._do)
+        self._recovery = Recovery(contact_seconds)
+
+    @property
+    def stages(self) -> tuple[StageFacts, ...]:
+        """What stage 0 has told of the pipeline, in layer order."""
+        return self._contacts.stages
 
     # What to do and to tell.
 
     def take_actions(self) -> list[Action]:
-        actions, self._out.actions = self._out.actions, []
+        actions, self._actions = self._actions, []
         return actions
 
     def take_events(self) -> list[Event]:
-        events, self._out.events = self._out.events, []
+        events, self._events = self._events, []
         return events
 
     @property
     def next_deadline(self) -> float | None:
         """When to call ``expire``."""
-        return min((due for pending in self._pending.values() for due in _dues(pending)), default=None)
+        dues = [due for pending in self._pending.values() for due in pending.dues]
+        if self._recovery.by is not None and self._has_interrupted:
+            dues.append(self._recovery.by)
+        return min(dues, default=None)
 
     @property
     def is_open(self) -> bool:
         """Whether requests can be sent: the pipeline is ready and both of its ends have welcomed us."""
-        last = self._peers.get(self._last_endpoint)
-        return self._ready and self._peers[self.endpoint].welcomed and last is not None and last.welcomed
+        return self._contacts.is_open
 
     @property
     def said_ready(self) -> bool:
         """Whether stage 0 is connected and has said last that the pipeline is ready; it says so only when asked."""
-        return self._peers[self.endpoint].ready
+        return self._contacts.first.ready
 
     # What the caller wants.
 
     def submit(
         self,
         request: str,
-        message: Generate | Tokenize | Detokenize | Stats | None,
+        message: Ask | None,
         now: float,
         *,
+        payloads: Sequence[bytes | memoryview] = (),
         timeout: float | None = None,
         to: StageFacts | None = None,
         ask_ready: bool = False,
@@ -162,22 +118,23 @@ class Conversation:
         """Start ``request``, or (``message`` None) wait for the pipeline; raise RequestError for what cannot be sent.
 
         ``timeout``: seconds for all of it; without one only a Generate may take any time. ``to``: the stage that
-        answers, else stage 0. ``ask_ready``: have ``said_ready`` up to date when the answer comes.
+        answers, else stage 0. ``payloads``: the message's, not to be changed afterwards. ``ask_ready``: have
+        ``said_ready`` up to date when the answer comes.
         """
-        frames = encode(message) if message is not None else None
+        frames = encode(message, payloads) if message is not None else None
         generating = isinstance(message, Generate)
         seconds = self.contact_seconds if timeout is None else timeout
-        self._pending[request] = pending = _Pending(
+        self._pending[request] = pending = Pending(
             frames=frames,
-            target=None if generating or message is None else self._address(to) if to else self.endpoint,
+            target=None if generating or message is None else self._contacts.address(to) if to else self.endpoint,
             contact_by=now + min(self.contact_seconds, seconds),
             deadline=None if generating and timeout is None else now + seconds,
             seconds=seconds,
             ask_ready=ask_ready,
-            answer=Answer(request) if generating else None,
+            answer=Answer(request, keep=message.keep) if isinstance(message, Generate) else None,
         )
-        if pending.target is not None and pending.target not in self._peers:
-            self._meet(pending.target)
+        if pending.target is not None:
+            self._contacts.meet(pending.target)
         self._advance(now)
 
     def cancel(self, request: str, now: float) -> None:
@@ -188,16 +145,20 @@ class Conversation:
         if not pending.sent:
             self._finish(request, pending)
             return
+        if pending.answer.ended:  # only its state is still to be kept
+            self._do(Send(self.endpoint, encode(Cancel(request))))
+            self._finish(request, pending)
+            return
         pending.cancelling = True
         by = now + CANCEL_SECONDS
         pending.deadline = by if pending.deadline is None else min(by, pending.deadline)
-        self._out.actions.append(Send(self.endpoint, encode(Cancel(request))))
+        self._do(Send(self.endpoint, encode(Cancel(request))))
 
     def abandon(self, request: str) -> None:
         """Forget ``request``; nothing more is told about it."""
         pending = self._pending.pop(request, None)
         if pending is not None and pending.answer is not None and pending.sent and not pending.cancelling:
-            self._out.actions.append(Send(self.endpoint, encode(Cancel(request))))
+            self._do(Send(self.endpoint, encode(Cancel(request))))
 
     @property
     def n_pending(self) -> int:
@@ -206,22 +167,28 @@ class Conversation:
     # What happened.
 
     def connected(self, endpoint: str) -> None:
-        self._peers[endpoint] = _Peer(connected=True)
-        self._out.actions.append(Send(endpoint, encode(self._hello)))
+        if endpoint in self._contacts.peers:
+            self._contacts.connected(endpoint)
 
     def disconnected(self, endpoint: str, detail: str) -> None:
-        """Whatever was sent there and not answered is lost."""
-        self._peers[endpoint] = _Peer(detail=detail)
-        if endpoint == self.endpoint:
-            self._ready = False
-        self._fail_sent(endpoint, lambda: StageLostError(f"{detail} while the request was running"))
+        """Whatever was sent there and not answered is lost; stage 0 keeps answers that lose another stage."""
+        if endpoint not in self._contacts.peers:
+            return
+        self._contacts.lost(endpoint, detail)
+        is_first = endpoint == self.endpoint
+        if not is_first and endpoint == self._contacts.last_endpoint:
+            self._recovery.interrupt()
+            for pending in self._pending.values():
+                pending.interrupted |= pending.sent and pending.answer is not None
+        self._fail_sent(endpoint, lambda: StageLostError(f"{detail} while the request was running"), answers=is_first)
 
     def handshake_failed(self, endpoint: str, detail: str) -> None:
-        self._peers[endpoint].detail = detail
+        if endpoint in self._contacts.peers:
+            self._contacts.peers[endpoint].detail = detail
 
     def unreachable(self, endpoint: str, error: SkippyError) -> None:
         """No link to ``endpoint`` can be made."""
-        self._peers[endpoint].refusal = error
+        self._contacts.peers[endpoint].refusal = error
         self._refuse_waiting(endpoint)
 
     def unsendable(self, request: str, error: SkippyError) -> None:
@@ -232,15 +199,20 @@ class Conversation:
         self._fail_sent(endpoint, lambda: ProtocolError(f"{endpoint}: {error}", code=error.code))
 
     def received(self, endpoint: str, message: Message, now: float, payloads: Sequence[memoryview] = ()) -> None:
+        peer = self._contacts.peers.get(endpoint)
+        if peer is None:
+            return  # it was left meanwhile
+        is_first = endpoint == self.endpoint
         match message:
             case Welcome():
-                self._peers[endpoint].welcomed, self._peers[endpoint].ready = True, message.ready
-                if endpoint == self.endpoint:
+                self._contacts.welcomed(endpoint, message)
+                if is_first:
                     self._learn(message.stages, message.ready)
                 self._advance(now)
             case Ready():
-                self._peers[endpoint].ready = True
-                if endpoint == self.endpoint:
+                peer.ready = True
+                if is_first:
+                    self._recovery.interrupt()
                     self._learn(message.stages, True)
                     self._advance(now)
             case Error():
@@ -249,11 +221,18 @@ class Conversation:
                 self._accepted(message, now)
             case Tokens():
                 self._tokens(message, now, payloads)
-            case Tokenized() | Detokenized() | StatsReply():
+            case Kept():
+                self._kept(message)
+            case Tokenized() | Detokenized() | StatsReply() | KvImported() | KvSessionReply():
                 if self._pending.pop(message.request, None) is not None:
-                    self._out.events.append((message.request, message))
+                    self._tell(message.request, message)
+            case KvPage():
+                if self._pending.pop(message.request, None) is not None:
+                    self._tell(message.request, PageReceived(message.descriptor, payloads[0]))
             case Pong():
-                self._peers[endpoint].ready = message.ready
+                peer.ready = message.ready
+                if is_first:
+                    self._recovery.told_ready(message.ready)
             case Ping():
                 pass  # stage 0 only wants to know whether it can be sent
             case _:
@@ -262,63 +241,97 @@ class Conversation:
     def expire(self, now: float) -> None:
         """Give up what is overdue."""
         for request, pending in list(self._pending.items()):
-            if min(_dues(pending), default=now + 1) > now:
+            if min(pending.dues, default=now + 1) > now:
                 continue
             if not pending.sent:
-                self._fail(request, self._no_contact(pending))
+                seconds = min(self.contact_seconds, pending.seconds)
+                self._fail(request, self._contacts.failure(pending.target, seconds))
             elif pending.cancelling:
                 self._finish(request, pending)
             else:
-                self.abandon(request)
                 words = f"{pending.target or self.endpoint}: no complete answer within {pending.seconds:g} s"
-                self._out.events.append((request, DeadlineError(words)))
+                self._give_up(request, pending, DeadlineError(words))
+        if self._has_interrupted:
+            self._check_recovery(now)
 
     # Inside.
 
+    def _do(self, action: Action) -> None:
+        self._actions.append(action)
+
+    def _tell(self, request: str, outcome: Outcome) -> None:
+        self._events.append((request, outcome))
+
     @property
-    def _last_endpoint(self) -> str:
-        return self._address(self.stages[-1]) if self.stages else self.endpoint
+    def _has_interrupted(self) -> bool:
+        return self._recovery.due and any(pending.runs for pending in self._pending.values())
 
-    def _address(self, stage: StageFacts) -> str:
-        """Where ``stage`` is reached: stage 0 under the address that the caller gave."""
-        return self.endpoint if stage.endpoint == self.stages[0].endpoint else stage.endpoint
+    def _check_recovery(self, now: float) -> None:
+        verdict = self._recovery.expire(now)
+        if verdict is Verdict.ASK:
+            self._do(Send(self.endpoint, encode(Ping(0))))
+        elif verdict is Verdict.GIVE_UP:
+            for request, pending in list(self._pending.items()):
+                if pending.runs:
+                    self._give_up(request, pending, self._contacts.failure(None, self.contact_seconds))
 
-    def _meet(self, endpoint: str) -> None:
-        self._peers[endpoint] = _Peer()
-        self._out.actions.append(Connect(endpoint))
+    def _resume(self) -> None:
+        """Ask stage 0 to go on with every answer; it knows which of them were interrupted."""
+        self._recovery.resumed()
+        for request, pending in self._pending.items():
+            if pending.runs and pending.answer is not None:
+                pending.interrupted, pending.resumed = False, True
+                pending.answer.resume()
+                self._do(Send(self.endpoint, encode(Resume(request, pending.answer.received)), request))
 
     def _learn(self, stages: tuple[StageFacts, ...], ready: bool) -> None:
-        self.stages, self._ready = stages, ready
-        if ready and self._last_endpoint not in self._peers:
-            self._meet(self._last_endpoint)
+        for endpoint in self._contacts.learn(stages, ready):
+            words = f"{endpoint}: no stage of the pipeline is there any more"
+            for request, pending in list(self._pending.items()):
+                if pending.target == endpoint:
+                    self._fail(request, StageLostError(words))
 
     def _advance(self, now: float) -> None:
         """Send what can be sent by now."""
-        for endpoint in tuple(self._peers):
+        for endpoint in tuple(self._contacts.peers):
             self._refuse_waiting(endpoint)
         is_open = self.is_open
+        if is_open and self._recovery.due:
+            self._resume()
         for request, pending in list(self._pending.items()):
-            target = self._peers.get(pending.target) if pending.target is not None else None
+            target = self._contacts.peers.get(pending.target) if pending.target is not None else None
             if pending.sent or not (is_open if pending.target is None else target and target.welcomed):
                 continue
             if pending.frames is None:
                 del self._pending[request]
-                self._out.events.append((request, Opened(self.stages)))
+                self._tell(request, Opened(self.stages))
                 continue
             pending.sent = True
             if pending.answer is not None:
                 pending.answer.sent(now)
             if pending.ask_ready:  # a stage answers in the order of the questions
-                self._out.actions.append(Send(pending.target or self.endpoint, encode(Ping(0))))
-            self._out.actions.append(Send(pending.target or self.endpoint, pending.frames, request))
+                self._do(Send(pending.target or self.endpoint, encode(Ping(0))))
+            self._do(Send(pending.target or self.endpoint, pending.frames, request))
             pending.frames = None
 
     def _accepted(self, message: Accepted, now: float) -> None:
         pending = self._pending.get(message.request)
         if pending is not None and pending.answer is not None:
-            pending.answer.accepted(message.prompt_token_ids, now)
+            pending.answer.accepted(message, now)
             if pending.answer.complete:
                 self._finish(message.request, pending)
+
+    def _kept(self, message: Kept) -> None:
+        pending = self._pending.get(message.request)
+        if pending is None or pending.answer is None:
+            return  # it was abandoned
+        try:
+            pending.answer.kept(message.session)
+        except ProtocolError as error:
+            self._give_up(message.request, pending, error)
+            return
+        if pending.answer.complete:
+            self._finish(message.request, pending)
 
     def _tokens(self, message: Tokens, now: float, payloads: Sequence[memoryview]) -> None:
         request = message.request
@@ -328,80 +341,83 @@ class Conversation:
         try:
             chunk = pending.answer.add(message, now, payloads)
         except ProtocolError as error:
+            lost = (pending.interrupted or pending.resumed) and message.index > pending.answer.received
             self.abandon(request)
-            self._out.events.append((request, error))
+            self._tell(request, StageLostError(f"{error}, after a stage was lost") if lost else error)
+            return
+        if chunk is None:
             return
         if pending.answer.complete:
             self._finish(request, pending, chunk)
         else:
             pending.told_last = bool(chunk.finish_reason)
-            self._out.events.append((request, chunk))
+            self._tell(request, chunk)
 
-    def _finish(self, request: str, pending: _Pending, chunk: Chunk | None = None) -> None:
+    def _finish(self, request: str, pending: Pending, chunk: Chunk | None = None) -> None:
         assert pending.answer is not None
         del self._pending[request]
         generation = pending.answer.generation(self.stages)
         if chunk is None and not pending.told_last:
             chunk = Chunk("", (), generation.finish_reason)
-        self._out.events.append((request, Finished(chunk, generation)))
+        self._tell(request, Finished(chunk, generation))
 
     def _refused(self, endpoint: str, message: Error) -> None:
         if not message.request:
             error = exception_of(message)
-            if self._peers[endpoint].welcomed:
-                self._fail_sent(endpoint, lambda: exception_of(message))
+            if self._contacts.peers[endpoint].welcomed:
+                answers = endpoint == self.endpoint or not message.retry
+                self._fail_sent(endpoint, lambda: exception_of(message), answers=answers)
             else:
-                self._peers[endpoint].refusal = type(error)(f"{endpoint}: {error}", code=error.code)
+                self._contacts.peers[endpoint].refusal = type(error)(f"{endpoint}: {error}", code=error.code)
                 self._refuse_waiting(endpoint)
             return
         pending = self._pending.get(message.request)
-        if pending is None or (pending.cancelling and message.code == "unknown_request"):
+        if pending is None:
+            return
+        if pending.cancelling and message.code == "unknown_request" and not pending.interrupted:
             return  # over already, or about to be: its end comes from the last stage
-        if pending.cancelling and message.code == "cancelled":
+        if pending.cancelling and message.code in ("cancelled", "unknown_request"):
             self._finish(message.request, pending)
+        elif pending.resumed and message.code == "unknown_request":
+            words = f"request {message.request} was lost: {self.endpoint} does not know it any more"
+            self._fail(message.request, StageLostError(words))
         else:
             self._fail(message.request, exception_of(message))
 
     def _refuse_waiting(self, endpoint: str) -> None:
-        refusal = self._peers[endpoint].refusal
+        refusal = self._contacts.peers[endpoint].refusal
         if refusal is not None:
             for request, pending in list(self._pending.items()):
-                if not pending.sent and self._concerns(pending, endpoint):
-                    self._fail(request, type(refusal)(str(refusal), code=refusal.code))
+                if not self._concerns(pending, endpoint):
+                    continue
+                error = type(refusal)(str(refusal), code=refusal.code)
+                if not pending.sent:
+                    self._fail(request, error)
+                elif pending.runs and self._recovery.due and not isinstance(refusal, RetryableError):
+                    self._give_up(request, pending, error)
 
-    def _fail_sent(self, endpoint: str, make: Callable[[], SkippyError]) -> None:
+    def _fail_sent(self, endpoint: str, make: Callable[[], SkippyError], *, answers: bool = True) -> None:
         for request, pending in list(self._pending.items()):
-            if pending.sent and self._concerns(pending, endpoint):
+            if pending.sent and self._concerns(pending, endpoint) and (answers or pending.answer is None):
                 self._fail(request, make())
 
-    def _concerns(self, pending: _Pending, endpoint: str) -> bool:
+    def _concerns(self, pending: Pending, endpoint: str) -> bool:
         if pending.target is not None:
             return pending.target == endpoint
-        return endpoint in (self.endpoint, self._last_endpoint)
+        return endpoint in (self.endpoint, self._contacts.last_endpoint)
 
     def _fail(self, request: str, error: SkippyError) -> None:
-        if self._pending.pop(request, None) is not None:
-            self._out.events.append((request, error))
+        pending = self._pending.get(request)
+        if pending is None:
+            return
+        if pending.answer is not None and pending.answer.ended:
+            self._finish(request, pending)  # all of it is here; its state is not kept
+        else:
+            del self._pending[request]
+            self._tell(request, error)
 
-    def _no_contact(self, pending: _Pending) -> SkippyError:
-        seconds = min(self.contact_seconds, pending.seconds)
-        endpoint = pending.target or self.endpoint
-        if pending.target is None and self._peers[self.endpoint].welcomed and self._ready:
-            endpoint = self._last_endpoint
-        peer = self._peers[endpoint]
-        if not peer.connected:
-            why = f" ({peer.detail.removeprefix(f'{endpoint}: ')})" if peer.detail else ""
-            return EndpointError(f"cannot reach {endpoint}: nothing answered within {seconds:g} s{why}")
-        if not peer.welcomed:
-            return DeadlineError(f"{endpoint}: connected, but no stage answered within {seconds:g} s")
-        known = ", ".join(f"{stage.layer_start}:{stage.layer_end}" for stage in self.stages)
-        n_layers = self.stages[0].n_layers if self.stages else 0
-        return DeadlineError(
-            f"{endpoint}: the pipeline was not ready within {seconds:g} s: has layers {known} of {n_layers}",
-            code="not_ready",
-        )
-
-
-def _dues(pending: _Pending) -> list[float]:
-    dues = [] if pending.deadline is None else [pending.deadline]
-    return dues if pending.sent else [*dues, pending.contact_by]
+    def _give_up(self, request: str, pending: Pending, error: SkippyError) -> None:
+        """Fail a request that stage 0 may still be at work on."""
+        if pending.answer is not None:
+            self._do(Send(self.endpoint, encode(Cancel(request))))
+        self._fail(request, error)

@@ -39,7 +39,8 @@ class Generation:
 
     ``stages``: the pipeline that gave it, in layer order. ``prompt_token_ids`` is empty where the request was cancelled
     before it had a lane. ``logits``: float32 [choices, n_vocab], one row per token and one for a chosen end,
-    where the request asked for them.
+    where the request asked for them. ``session``: the name of the kept attention state, where the request asked to keep
+    it and every stage does; else "". ``reused_tokens``: tokens of the prompt whose state was there and not computed.
     """
 
     text: str
@@ -49,3 +50,5 @@ class Generation:
     timings: Timings
     stages: tuple[StageFacts, ...]
     logits: npt.NDArray[np.float32] | None = None
+    session: str = ""
+    reused_tokens: int = 0

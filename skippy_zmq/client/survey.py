@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from skippy_zmq.client.conversation import Conversation, Event, Outcome
+from skippy_zmq.client.conversation import Conversation
+from skippy_zmq.client.outcomes import Event, Outcome
 from skippy_zmq.client.requests import check_timeout
 from skippy_zmq.client.stats import PipelineStats, StageStats
 from skippy_zmq.errors import SkippyError

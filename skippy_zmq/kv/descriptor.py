@@ -178,19 +178,19 @@ def layers_to_arrays(layers: Sequence[LayerRows]) -> list[list[Any]]:
     return [[getattr(rows, name) for name in _LAYER_FIELDS] for rows in layers]
 
 
-def layers_from_arrays(values: object) -> tuple[LayerRows, ...]:
+def layers_from_arrays(values: object, where: str = _WHAT) -> tuple[LayerRows, ...]:
     """The opposite of ``layers_to_arrays`` for values from anywhere; KvPageError for what cannot be."""
     if not isinstance(values, (list, tuple)) or not 1 <= len(values) <= MAX_LAYERS:
-        raise refused(f"{_WHAT}: layers", f"an array of 1..{MAX_LAYERS}", values)
+        raise refused(f"{where}: layers", f"an array of 1..{MAX_LAYERS}", values)
     for layer in values:
         if not isinstance(layer, (list, tuple)) or len(layer) != len(_LAYER_FIELDS):
-            raise refused(f"{_WHAT}: layers", f"arrays of {', '.join(_LAYER_FIELDS)}", layer)
+            raise refused(f"{where}: layers", f"arrays of {', '.join(_LAYER_FIELDS)}", layer)
     layers = tuple(LayerRows(*layer) for layer in values)
-    check_layers(layers)
+    check_layers(layers, where)
     return layers
 
 
-def descriptor_from_dict(values: object) -> PageDescriptor:
+def descriptor_from_dict(values: object, where: str = _WHAT) -> PageDescriptor:
     """The opposite of ``descriptor_to_dict`` for values from anywhere; KvPageError names the field that is wrong."""
     if not isinstance(values, Mapping):
         raise KvPageError(f"KV page descriptor: wanted a map, got {shown(values)}")
@@ -220,17 +220,17 @@ def unpack_descriptor(data: bytes) -> PageDescriptor:
     return descriptor_from_dict(values)
 
 
-def check_layers(layers: object) -> None:
+def check_layers(layers: object, where: str = _WHAT) -> None:
     """Raise KvPageError unless these are layers that a page can have, ascending."""
     if not isinstance(layers, tuple) or not 1 <= len(layers) <= MAX_LAYERS:
-        raise refused(f"{_WHAT}: layers", f"1..{MAX_LAYERS} layers", layers)
+        raise refused(f"{where}: layers", f"1..{MAX_LAYERS} layers", layers)
     before = -1
     for rows in layers:
         if not isinstance(rows, LayerRows):
-            raise refused(f"{_WHAT}: layers", "LayerRows", rows)
-        check_integer(f"{_WHAT}: layers", rows.layer, before + 1, MAX_LAYERS - 1)
+            raise refused(f"{where}: layers", "LayerRows", rows)
+        check_integer(f"{where}: layers", rows.layer, before + 1, MAX_LAYERS - 1)
         before = rows.layer
-        at = f"{_WHAT}: layer {rows.layer}: "
+        at = f"{where}: layer {rows.layer}: "
         if type(rows.v_transposed) is not bool:
             raise refused(f"{at}v_transposed", "a boolean", rows.v_transposed)
         for part, least in (("k", 1), ("v", 0)):

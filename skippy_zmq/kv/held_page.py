@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from skippy_zmq.kv.page import KvPage
 
 
@@ -49,6 +51,7 @@ class HeldPage:
 def kept(page: KvPage) -> KvPage:
     """The page with a payload of its own."""
     whole = page.payload.obj
-    if isinstance(whole, (bytes, bytearray)) and len(whole) == page.payload.nbytes:
+    owns = isinstance(whole, (bytes, bytearray)) or (isinstance(whole, np.ndarray) and whole.base is None)
+    if owns and memoryview(whole).nbytes == page.payload.nbytes:
         return page
     return KvPage(page.descriptor, memoryview(bytes(page.payload)))

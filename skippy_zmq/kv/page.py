@@ -11,6 +11,8 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from skippy_zmq.errors import KvPageError
 from skippy_zmq.kv.blocks import Block, blocks, copy_tokens, payload_size
 from skippy_zmq.kv.descriptor import CHECKSUM_BYTES, PageDescriptor, PageFacts, layer_text, sealed_fields
@@ -145,7 +147,7 @@ def join_payload(pages: Sequence[KvPage], layers: tuple[LayerRows, ...], first: 
     view = _view(pages[0], layers, first, end)
     if view is not None:
         return view
-    target = memoryview(bytearray(payload_size(layers, end - first)))
+    target = np.empty(payload_size(layers, end - first), np.uint8).data
     sources = _Sources(pages)
     for block in blocks(layers, end - first):
         at = first

@@ -16,13 +16,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from skippy_zmq.errors import KvPageError
 from skippy_zmq.kv.blocks import blocks
-from skippy_zmq.kv.descriptor import PageDescriptor, descriptor_from_dict, descriptor_to_dict
+from skippy_zmq.kv.descriptor import PageDescriptor, descriptor_from_dict, descriptor_to_dict, sealed_fields
 from skippy_zmq.kv.limits import MAX_DESCRIPTOR_BYTES, MAX_LAYERS
-from skippy_zmq.kv.page import KvPage, verify
+from skippy_zmq.kv.page import KvPage
 
 _LENGTH_BYTES = 8
+_PIECE_BYTES = 1 << 20
 _ALIGNMENT = 8  # of the payload in its file, as safetensors pads headers
 _MAX_HEADER_BYTES = 4 * MAX_DESCRIPTOR_BYTES + 256 * MAX_LAYERS
 _BINARY = ("link_before", "link_after", "checksum")
@@ -86,17 +89,17 @@ def read_page(file: BinaryIO, sha256: bytes | None = None) -> KvPage:
     descriptor, header_bytes = _read_header(file, size)
     if size != header_bytes + descriptor.payload_bytes:
         raise KvPageError(f"{descriptor}: file: wanted {header_bytes + descriptor.payload_bytes} bytes, got {size}")
-    payload = bytearray(descriptor.payload_bytes)
-    _read_into(file, memoryview(payload))
-    page = KvPage(descriptor, memoryview(payload))
-    if sha256 is None:
-        verify(page)
-        return page
-    digest = hashlib.sha256(encode_header(descriptor))  # the header is just this
-    digest.update(payload)
-    if digest.digest() != sha256:
-        raise KvPageError(f"{descriptor}: file: SHA-256: wanted {sha256.hex()}, got {digest.hexdigest()}: damaged")
-    return page
+    payload = np.empty(descriptor.payload_bytes, np.uint8).data
+    digest = hashlib.sha256(sealed_fields(descriptor) if sha256 is None else encode_header(descriptor))
+    for start in range(0, len(payload), _PIECE_BYTES):
+        piece = payload[start : start + _PIECE_BYTES]
+        _read_into(file, piece)
+        digest.update(piece)  # while it is in the processor's cache
+    wanted = descriptor.checksum if sha256 is None else sha256
+    if digest.digest() != wanted:
+        name = "checksum" if sha256 is None else "SHA-256 of its file"
+        raise KvPageError(f"{descriptor}: {name}: wanted {wanted.hex()}, got {digest.hexdigest()}: damaged")
+    return KvPage(descriptor, payload)
 
 
 def _read_header(file: BinaryIO, size: int) -> tuple[PageDescriptor, int]:

@@ -50,8 +50,8 @@ class PageWriter:
         self._error: OSError | None = None
         self._closing = self._abandoned = False
         # A daemon: a write that hangs in the kernel must not keep the process from ending.
-        self._thread = threading.Thread(target=self._run, name="kv-page-writer", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="kv-page-writer", daemon=True)
+        self.thread.start()
 
     @property
     def error(self) -> OSError | None:
@@ -103,7 +103,7 @@ class PageWriter:
             done = self._changed.wait_for(lambda: not self._jobs, seconds)
             self._abandoned = True
         if done:
-            self._thread.join()
+            self.thread.join()
         return done
 
     def _room_for(self, page: KvPage) -> bool:

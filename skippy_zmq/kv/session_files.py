@@ -215,15 +215,14 @@ class SavedSession:
         return file
 
     def _read(self, entry: SessionFile) -> KvPage:
+        facts = PageFacts(self.facts.model, self.facts.build, self.layers(entry.layers))
+        first, end = self._links.at(entry.first), self._links.at(entry.end)
         with _named(self.directory), self._open(entry) as file:
             try:
                 page = read_page(file, entry.sha256)
+                check_fits(page.descriptor, facts, first=entry.first, end=entry.end, link_before=first, link_after=end)
             except KvPageError as error:
                 raise KvPageError(f"{entry.name}: {error}") from None
-            descriptor = page.descriptor
-            facts = PageFacts(self.facts.model, self.facts.build, self.layers(entry.layers))
-            first, end = self._links.at(entry.first), self._links.at(entry.end)
-            check_fits(descriptor, facts, first=entry.first, end=entry.end, link_before=first, link_after=end)
             return page
 
 

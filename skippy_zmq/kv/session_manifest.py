@@ -33,23 +33,8 @@ KIND = "skippy-zmq session"
 OPENING = f'{{"kind": "{KIND}"'.encode()  # what every manifest begins with
 FILE_NAME = re.compile(r"layers-[0-9]{4}-[0-9]{4}\.tokens-[0-9]{10}-[0-9]{10}\.[0-9a-f]{8}\.safetensors")
 _KEYS = frozenset(
-    [
-        "kind",
-        "format",
-        "name",
-        "model",
-        "build",
-        "n_ctx",
-        "page_tokens",
-        "link_after",
-        "n_cached",
-        "layers",
-        "files",
-        "tokens",
-        "extra",
-        "checksum",
-    ]
-)
+    ("kind", "format", "name", "model", "build", "n_ctx", "page_tokens", "link_after", "n_cached", "layers", "files")
+) | {"tokens", "extra", "checksum"}
 _FILE_KEYS = frozenset(["name", "bytes", "sha256", "layer_start", "layer_end", "first", "end"])
 
 
@@ -197,7 +182,7 @@ def decode_manifest(data: bytes) -> SessionManifest:
     )
     manifest = SessionManifest(
         facts=facts,
-        layers=layers_from_arrays(values["layers"]),
+        layers=layers_from_arrays(values["layers"], MANIFEST),
         n_cached=values["n_cached"],
         files=tuple(_file(entry) for entry in _array("files", values["files"], MAX_SESSION_FILES)),
     )

@@ -149,7 +149,8 @@ class PageStore:
     def put(self, page: KvPage) -> bool:
         """Keep a page whose parent is held; whether it is held now. KvPageError for a page of another stage.
 
-        A payload that is not a whole ``bytes`` or ``bytearray`` is copied: a view would keep all that it is a part of.
+        The payload is the store's from now on. What is not a whole ``bytes``, ``bytearray`` or numpy array is copied:
+        a view would keep all that it is a part of.
         """
         self._settle_writes()
         descriptor = page.descriptor

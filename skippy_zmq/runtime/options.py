@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -104,6 +105,23 @@ class StageOptions(BaseModel):
     in_flight_mib: int = Field(
         256, ge=1, le=65_536, description="most MiB of activations under way between stages at once"
     )
+    kv_cache_bytes: int = Field(
+        512 << 20,
+        ge=0,
+        le=1 << 50,
+        description="memory for attention state of earlier prompts, and as much disk with --kv-cache-dir, per stage; "
+        "K, M, G allowed; 0: keep none (default: 512M)",
+    )
+    kv_page_tokens: int = Field(
+        64, ge=64, le=4096, multiple_of=64, description="tokens of a page of attention state, a multiple of 64"
+    )
+    kv_cache_dir: str | None = Field(None, description="folder that keeps pages over restarts (default: none)")
+    recover_seconds: int = Field(
+        60,
+        ge=0,
+        le=86_400,
+        description="how long requests wait for a lost stage to come back before they fail; 0: they fail at once",
+    )
     busy_poll_ms: int | None = Field(
         None,
         ge=0,
@@ -111,6 +129,13 @@ class StageOptions(BaseModel):
         description="while sessions run, keep the core awake this long waiting for the next batch (default: 50 where "
         "the stage is pinned to a core per thread, else 0)",
     )
+
+    @field_validator("kv_cache_bytes", mode="before")
+    @classmethod
+    def _bytes(cls, value: object) -> object:
+        if isinstance(value, str) and (match := re.fullmatch(r"(\d{1,15})\s*([KMGT]?)(?:i?B)?", value.strip(), re.I)):
+            return int(match[1]) << 10 * " KMGT".index(match[2].upper() or " ")
+        return value
 
     @field_validator("device", "tensor_split", mode="before")
     @classmethod
@@ -244,7 +269,16 @@ _ALIASES: dict[str, tuple[str, ...]] = {
 
 
 _SCHEDULING = frozenset(
-    {"chunk_policy", "chunk_sizes", "chunk_target_ms", "groups", "queue", "queue_seconds", "in_flight_mib"}
+    {
+        "chunk_policy",
+        "chunk_sizes",
+        "chunk_target_ms",
+        "groups",
+        "queue",
+        "queue_seconds",
+        "in_flight_mib",
+        "recover_seconds",
+    }
 )
 
 
@@ -263,7 +297,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             shown = {True: "on", False: "off"}.get(shown, shown) if isinstance(shown, bool) else shown
             text += f" (default: {shown})"
         kind = field.annotation
-        if kind is bool:
+        if name in ("kv_cache_bytes", "kv_cache_dir"):
+            group.add_argument(*flags, default=None, metavar="SIZE" if kind is int else "DIR", help=text, dest=name)
+        elif kind is bool:
             group.add_argument(*flags, action=argparse.BooleanOptionalAction, default=None, help=text, dest=name)
         elif get_origin(kind) is Literal:
             choices = [c for c in get_args(kind) if c not in ("row", "tensor")]

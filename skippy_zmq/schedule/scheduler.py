@@ -49,6 +49,7 @@ class _Session:
     position: int = 0  # of the first pending token
     opened: bool = False
     prefilling: bool = True
+    held: bool = False  # its lane is taken, and what it begins with is being looked for
     last_step: int = -1  # number of the batch that ran it last
     chunks_seen: int = 0  # chunks of anybody that had gone by then
 
@@ -115,16 +116,28 @@ class Scheduler:
 
     # ---- sessions
 
-    def start(self, session: str, prompt: Sequence[int]) -> int | None:
-        """Give ``session`` a lane and queue its prompt; None where no lane is free."""
+    def start(self, session: str, prompt: Sequence[int], *, hold: bool = False) -> int | None:
+        """Give ``session`` a lane and queue its prompt; None where no lane is free. ``hold``: until ``release``."""
         if session in self._sessions or not prompt:
             raise ValueError(f"session {session} is known already or has an empty prompt")
         lane = self.lanes.take()
         if lane is None:
             return None
-        self._sessions[session] = _Session(session, lane, deque(prompt))
-        self._prefills.append(session)
+        self._sessions[session] = _Session(session, lane, deque(prompt), held=hold)
+        if not hold:
+            self._prefills.append(session)
         return lane
+
+    def release(self, session: str, position: int) -> None:
+        """Go on with a session that was held: the first ``position`` tokens of its prompt need not run."""
+        found = self._sessions[session]
+        if not found.held or not 0 <= position < len(found.pending):
+            raise ValueError(f"session {session}: not held, or no token left after the first {position}")
+        found.held = False
+        found.position = position
+        for _ in range(position):
+            found.pending.popleft()
+        self._prefills.append(session)
 
     def feed(self, session: str, position: int, token: int) -> bool:
         """A token was sampled for ``session`` and is to be run at ``position``; False where the session is gone."""
@@ -144,7 +157,7 @@ class Scheduler:
         found = self._sessions.pop(session, None)
         if found is None:
             return None
-        if found.prefilling:
+        if found.prefilling and not found.held:
             self._prefills.remove(session)
         if self._decoding.pop(session, None) is not None:
             self._groups = None

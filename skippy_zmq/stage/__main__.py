@@ -57,6 +57,7 @@ def _serve(config: StageConfig) -> None:
     from skippy_zmq.runtime.stage_model import StageModel  # loads llama.cpp
     from skippy_zmq.sources.gguf_model import open_model
     from skippy_zmq.stage.engine import Stage
+    from skippy_zmq.stage.pages import LanePages
     from skippy_zmq.transport import Endpoint, Link, Loop, Server, SocketFactory, SocketLimits, boot_nonce, routing_id
     from skippy_zmq.wire.limits import MAX_FRAMES, MAX_PAYLOAD_BYTES
     from skippy_zmq.wire.messages import StageFacts
@@ -85,7 +86,9 @@ def _serve(config: StageConfig) -> None:
         rows = stage_row_class(model, identity, config.row_class_seconds)
         log.info("%s", rows)
         check_reproducible(rows, config.options)
-        facts = stage_facts(model, identity, stage_id.decode(), endpoint, rows)
+        pages = LanePages(model, identity)
+        stack.callback(pages.close)
+        facts = stage_facts(model, identity, stage_id.decode(), endpoint, rows, pages.page_tokens)
         links = {}
         for name, key in (("next", config.next_key), ("first", config.first_key)):
             address = getattr(config, name)
@@ -112,6 +115,7 @@ def _serve(config: StageConfig) -> None:
         stage = Stage(
             model,
             facts,
+            pages,
             loop,
             server,
             links.get("next"),

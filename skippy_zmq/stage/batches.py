@@ -1,31 +1,34 @@
-"""Running what travels down the ring: batches, ends of sessions, and batches that failed in front."""
+"""Running what travels down the ring: batches, ends of sessions, batches that failed in front, pages in question."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from skippy_zmq.errors import NativeError, ProtocolError
+from skippy_zmq.errors import KvPageError, NativeError, ProtocolError
 from skippy_zmq.runtime.stage_model import Crossing, StageModel, Tokens
 from skippy_zmq.schedule.scheduler import Batch
 from skippy_zmq.stage.last import TokenSource
 from skippy_zmq.stage.meters import Meters
+from skippy_zmq.stage.pages import LanePages
 from skippy_zmq.wire import messages as wire
 from skippy_zmq.wire.failures import clipped
 
 log = logging.getLogger("skippy_zmq.stage")
 
-RingMessage = wire.Activations | wire.SessionClose | wire.BatchFailed
+RingMessage = wire.Activations | wire.SessionClose | wire.BatchFailed | wire.KvMatch | wire.KvKeep
+RingAnswer = wire.BatchDone | wire.KvAnswer
 SendDown = Callable[[RingMessage, Sequence[memoryview]], None]
 
 
 class BatchRunner:
     """Runs ring messages through the model, in the order given, and hands on what follows from them.
 
-    ``tokens``: of the last stage, else None. ``send_down`` reaches the next stage, ``batch_done`` stage 0.
+    ``tokens``: of the last stage, else None. ``send_down`` reaches the next stage, ``answer`` stage 0.
     """
 
     def __init__(
@@ -34,15 +37,17 @@ class BatchRunner:
         facts: wire.StageFacts,
         tokens: TokenSource | None,
         meters: Meters,
+        pages: LanePages,
         send_down: SendDown,
-        batch_done: Callable[[wire.BatchDone], None],
+        answer: Callable[[RingAnswer], None],
     ) -> None:
         self._model = model
         self._facts = facts
         self._tokens = tokens
         self._meters = meters
+        self._pages = pages
         self._send_down = send_down
-        self._batch_done = batch_done
+        self._answer = answer
         self._lanes: dict[str, int] = {}  # of the sessions that are open here
 
     @property
@@ -76,16 +81,36 @@ class BatchRunner:
         if isinstance(message, wire.SessionClose):
             self.close(message)
         elif isinstance(message, wire.BatchFailed):
-            self._open(message.opens)
+            self._open(message.opens, restore=False)
             self._fail(message)
+        elif isinstance(message, wire.KvMatch):
+            self.match(message)
+        elif isinstance(message, wire.KvKeep):
+            self.keep(message)
         else:
             tokens = np.frombuffer(message.tokens, "<i4").astype(np.int32)
             arriving = [Crossing(d, data) for d, data in zip(message.tensors, payloads, strict=True)]
             self._run(message, tokens, arriving, taken_at)
 
+    def match(self, message: wire.KvMatch) -> None:
+        """See how many pages are here, and behind."""
+        pages = self._pages.match(message.session, message.links, message.pages, message.owner)
+        self._ask_behind(dataclasses.replace(message, pages=pages))
+
+    def keep(self, message: wire.KvKeep) -> None:
+        """Keep the pages of a session that is about to end, here and behind."""
+        self._ask_behind(dataclasses.replace(message, pages=min(message.pages, self._pages.keep(message.session))))
+
+    def _ask_behind(self, message: wire.KvMatch | wire.KvKeep) -> None:
+        if self._model.is_last:
+            self._answer(wire.KvAnswer(message.session, message.pages))
+        else:
+            self._send_down(message, ())
+
     def close(self, message: wire.SessionClose) -> None:
         """End a session, behind this stage and here; its lane holds nothing afterwards."""
         self._send_down(message, ())
+        self._pages.end(message.session)
         lane = self._lanes.pop(message.session, None)
         self._meters.sessions_open(len(self._lanes))
         if lane is not None and lane not in self._lanes.values():
@@ -97,18 +122,26 @@ class BatchRunner:
         """The upstream is another one: whatever the old one had under way is over, here and behind."""
         for session, lane in list(self._lanes.items()):
             self.close(wire.SessionClose(session, lane, "error"))
+        self._pages.end_all()
         if self._tokens is not None:
             self._tokens.close_all()
 
     def drop_all(self) -> None:
         """What is behind went away and knows nothing any more: forget every session here."""
         self._lanes.clear()
+        self._pages.end_all()
         self._meters.sessions_open(0)
         for lane in range(self._facts.lanes):
             self._model.trim(lane, 0)
 
     def _run(self, message: wire.Activations, tokens: Tokens, arriving: Sequence[Crossing], taken_at: int) -> None:
-        failed = self._open(message.opens)
+        try:
+            failed = self._open(message.opens)
+        except (KvPageError, NativeError) as error:  # stage 0 begins it anew, without pages
+            log.warning("session %s: its pages could not be restored: %s", message.opens[0].session, error)
+            sessions = tuple(entry.session for entry in message.rows)
+            self._fail(wire.BatchFailed(message.batch, sessions, message.opens, "kv_page", clipped(str(error))))
+            return
         outputs: list[int] = []
         n_rows = 0
         for entry in message.rows:
@@ -130,11 +163,13 @@ class BatchRunner:
         self._meters.ran(message.phase, n_rows, (started - taken_at) // 1000, compute_us)
         if self._tokens is None:
             self._pass_on(message, leaving, self._times(message.times, compute_us, taken_at))
+            self._pages.ran(message, tokens)
             return
         sampled, more_failed = self._tokens.take(message.rows, tokens)
         times = self._times(message.times, compute_us, taken_at)
-        self._batch_done(wire.BatchDone(message.batch, tuple(sampled), (*failed, *more_failed), times))
+        self._answer(wire.BatchDone(message.batch, tuple(sampled), (*failed, *more_failed), times))
         self._tokens.stream()
+        self._pages.ran(message, tokens)
 
     @staticmethod
     def _times(before: wire.BatchTimes, compute_us: int, taken_at: int) -> wire.BatchTimes:
@@ -160,12 +195,17 @@ class BatchRunner:
         self._meters.counts["bytes_sent"] += sum(item.descriptor.nbytes for item in leaving)
         self._send_down(activations, [item.data for item in leaving])
 
-    def _open(self, opens: Sequence[wire.SessionOpen]) -> list[tuple[str, str, str]]:
-        """Begin sessions; return (session, code, message) of those that cannot be sampled for."""
+    def _open(self, opens: Sequence[wire.SessionOpen], *, restore: bool = True) -> list[tuple[str, str, str]]:
+        """Begin sessions; return (session, code, message) of those that cannot be sampled for.
+
+        Raises KvPageError or NativeError where the state that one begins with cannot be restored.
+        """
         failed = []
         for opened in opens:
             self._lanes[opened.session] = opened.lane
             self._meters.counts["sessions"] += 1
+            if restore:
+                self._pages.open(opened)
             if self._tokens is not None and (problem := self._tokens.open(opened)) is not None:
                 failed.append(problem)
         if opens:
@@ -182,6 +222,9 @@ class BatchRunner:
             return
         sessions = () if over else message.sessions
         for session in sessions:
-            self._tokens.fail(session, message.code, message.message)
+            if message.code == "kv_page":
+                self._tokens.close(session, "error")
+            else:
+                self._tokens.fail(session, message.code, message.message)
         failed = tuple((session, message.code, message.message) for session in sessions)
-        self._batch_done(wire.BatchDone(message.batch, (), failed))
+        self._answer(wire.BatchDone(message.batch, (), failed))

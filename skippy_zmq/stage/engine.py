@@ -22,11 +22,13 @@ from skippy_zmq.errors import (
     StageLostError,
 )
 from skippy_zmq.runtime.stage_model import StageModel
-from skippy_zmq.stage.batches import BatchRunner, RingMessage
+from skippy_zmq.stage.batches import BatchRunner, RingAnswer, RingMessage
 from skippy_zmq.stage.handshake import check_crossing, check_neighbours, check_pipeline, check_ring
 from skippy_zmq.stage.head import Head
 from skippy_zmq.stage.last import TokenSource
 from skippy_zmq.stage.meters import Meters
+from skippy_zmq.stage.page_requests import exported, imported
+from skippy_zmq.stage.pages import LanePages
 from skippy_zmq.stage.queue import RingQueue
 from skippy_zmq.stage.texts import detokenized, tokenize
 from skippy_zmq.stage.tokenizing import BackgroundTokenizer
@@ -54,6 +56,7 @@ class Stage:
         self,
         model: StageModel,
         facts: wire.StageFacts,
+        pages: LanePages,
         loop: Loop,
         server: Server,
         next_link: Link | None,
@@ -85,10 +88,18 @@ class Stage:
         self._greet_at: float | None = None  # when to say HELLO to the next stage again
         if model.is_last:
             self.tokens = TokenSource(model, self.send_to_client)
-        self._batches = BatchRunner(model, facts, self.tokens, self.meters, self._send_down, self._batch_done)
+        self._pages = pages
+        self._batches = BatchRunner(model, facts, self.tokens, self.meters, pages, self._send_down, self._answer)
         if model.is_first:
             self.head = Head(
-                model, facts, self.meters, self._batches, self._tokenizer, self.send_to_client, self._close_session
+                model,
+                facts,
+                self.meters,
+                self._batches,
+                pages,
+                self._tokenizer,
+                self.send_to_client,
+                self._close_session,
             )
             loop.add(self.head.renderer.fileno())
         loop.add(server)
@@ -190,12 +201,12 @@ class Stage:
                     self.next_link.redial()  # a connection that does not take messages any more is no use
                 self._lost_next(str(error))
 
-    def _batch_done(self, done: wire.BatchDone) -> None:
+    def _answer(self, answer: RingAnswer) -> None:
         if self.head is not None:  # a ring of one
-            self.head.take_done(done)
+            self.head.take_answer(answer)
         elif self.ring_link is not None:
             try:
-                self.ring_link.send(encode(done))
+                self.ring_link.send(encode(answer))
             except (PeerGone, QueueFull) as error:
                 log.warning("%s", error)
                 self.meters.error("ring")
@@ -325,15 +336,25 @@ class Stage:
             raise ProtocolError(f"{type(message).__name__} before HELLO", code="not_ready")
         self._peers.move_to_end(peer)
         match message:
-            case wire.Activations() | wire.SessionClose() | wire.BatchFailed() if peer == self._upstream:
+            case wire.Activations() | wire.SessionClose() | wire.BatchFailed() | wire.KvMatch() | wire.KvKeep() if (
+                peer == self._upstream
+            ):
                 self._take_ring_message(message, payloads)
-            case wire.BatchDone() if role == "ring" and self.head is not None:
+            case wire.BatchDone() | wire.KvAnswer() if role == "ring" and self.head is not None:
                 if peer == self._ring:  # else of a ring that broke: its sessions have been told
-                    self.head.take_done(message)
+                    self.head.take_answer(message)
             case wire.Generate() if role == "client" and self.head is not None:
                 self.head.requests.submit(peer, message, accepting=self._why_not_accepting())
             case wire.Cancel() if role == "client" and self.head is not None:
                 self.head.requests.cancel(peer, message.request)
+            case wire.Resume() if role == "client" and self.head is not None:
+                self.head.requests.resume(peer, message)
+            case wire.KvSession() | wire.KvAdopt() if role == "client" and self.head is not None:
+                self._send_to(peer, self.head.requests.session_reply(peer, message))
+            case wire.KvExport() if role == "client":
+                self._send_to(peer, *exported(message, self._pages, peer))
+            case wire.KvImport() if role == "client":
+                self._send_to(peer, imported(message, payloads, self._pages, peer))
             case wire.Tokenize() if self.head is not None:
                 tokenize(message, self.head.requests, self._tokenizer, functools.partial(self._send_to, peer))
             case wire.Detokenize():
@@ -364,7 +385,7 @@ class Stage:
                     f"{self.facts.layer_start}"
                 )
             lanes += [entry.lane for entry in message.rows]
-        if not isinstance(message, wire.SessionClose):
+        if isinstance(message, wire.Activations | wire.BatchFailed):
             lanes += [opened.lane for opened in message.opens]
         for lane in lanes:
             if lane >= self.facts.lanes:
@@ -377,6 +398,7 @@ class Stage:
             "now.sessions": self._batches.sessions,
             "now.queue": len(self._queue),
             "now.kv_cells": self._batches.kv_cells,
+            **self._pages.counters(),
         }
         if self.head is not None:
             counters |= self.head.counters(len(self.stages))
@@ -404,6 +426,7 @@ class Stage:
             if peer == self._ring and self.head is not None:
                 # The connection is a new one: what the last stage had to say of batches under way is lost.
                 self.head.lose("the ring link was made anew")
+                self._announced = False  # clients have to hear of it, to go on
         else:  # maybe a new process, or a new connection, under a known id
             if self.head is not None:
                 self.head.requests.forget_client(peer)

@@ -50,7 +50,14 @@ def check_reproducible(rows: RowClass, options: StageOptions) -> None:
         )
 
 
-def stage_facts(model: StageModel, identity: str, stage: str, endpoint: str, rows: RowClass = ONE_ROW) -> StageFacts:
+def stage_facts(
+    model: StageModel,
+    identity: str,
+    stage: str,
+    endpoint: str,
+    rows: RowClass = ONE_ROW,
+    kv_page_tokens: int = 0,
+) -> StageFacts:
     """Facts of an opened model. ``stage``: name and boot nonce; ``endpoint``: how others reach it."""
     context, options, memory = model.native_context, model.options, model.memory()
     for spec in (*model.wanted, *model.offered):
@@ -87,6 +94,7 @@ def stage_facts(model: StageModel, identity: str, stage: str, endpoint: str, row
         row_class_low=rows.low,
         row_class_high=rows.high,
         reproducible=options.reproducible,
+        kv_page_tokens=kv_page_tokens,
     )
 
 

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from skippy_zmq.chat.renderer import TemplateRenderer
 from skippy_zmq.errors import SkippyError
 from skippy_zmq.runtime.stage_model import StageModel
-from skippy_zmq.stage.batches import BatchRunner
+from skippy_zmq.stage.batches import BatchRunner, RingAnswer
 from skippy_zmq.stage.meters import Meters, RingMeter
+from skippy_zmq.stage.pages import LanePages
+from skippy_zmq.stage.prefixes import Prefixes
 from skippy_zmq.stage.requests import CloseSession, RequestTable, SendToClient
 from skippy_zmq.stage.scheduling import join_ring, new_scheduler, scheduler_counters
 from skippy_zmq.stage.tokenizing import BackgroundTokenizer
@@ -30,6 +32,7 @@ class Head:
         facts: wire.StageFacts,
         meters: Meters,
         batches: BatchRunner,
+        pages: LanePages,
         tokenizer: BackgroundTokenizer,
         send: SendToClient,
         close_session: CloseSession,
@@ -46,6 +49,7 @@ class Head:
         self._look_for_clients_at: float | None = None  # a connection ended: perhaps of one who waits for an answer
         self.renderer = TemplateRenderer(model.source.chat_template or "", bos, eos)
         self.renderer.start()
+        self._prefixes = Prefixes(pages, send, self._ask_ring)
         self.requests = RequestTable(
             model,
             self._scheduler,
@@ -54,9 +58,14 @@ class Head:
             close_session,
             facts.stage.rpartition("-")[2],
             tokenizer,
-            model.options.queue,
-            model.options.queue_seconds,
+            self._prefixes,
         )
+
+    def _ask_ring(self, question: wire.KvMatch | wire.KvKeep) -> None:
+        if isinstance(question, wire.KvMatch):
+            self._batches.match(question)
+        else:
+            self._batches.keep(question)
 
     @property
     def busy(self) -> bool:
@@ -98,8 +107,14 @@ class Head:
             self._ring_meter.formed(batch.number)
             self._batches.run_scheduled(batch, self.requests.opening(batch))
 
-    def take_done(self, done: wire.BatchDone) -> None:
-        """A batch has left the ring."""
+    def take_answer(self, answer: RingAnswer) -> None:
+        """A batch has left the ring, or a question about pages has gone round it."""
+        if isinstance(answer, wire.KvAnswer):
+            self.requests.take_kv_answer(answer)
+        else:
+            self._take_done(answer)
+
+    def _take_done(self, done: wire.BatchDone) -> None:
         times = done.times
         travel_us = self._ring_meter.done(done.batch, times)
         if self._scheduler.batch_done(done.batch, travel_us, times.slowest_us, times.compute_us):
@@ -108,10 +123,11 @@ class Head:
     def join(self, stages: Sequence[wire.StageFacts]) -> None:
         """The ring is closed: the whole pipeline is known."""
         join_ring(self._scheduler, stages)
+        self._prefixes.join(stages)
 
     def lose(self, why: str) -> None:
-        """The ring broke: what has a lane is lost, what waits goes on waiting."""
-        self.requests.lost(why)
+        """The ring broke: what has a lane begins anew when it is closed again, what waits goes on waiting."""
+        self.requests.suspend(why, time.monotonic())
         self._scheduler.reset()
         self._ring_meter.reset()
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from skippy_zmq.errors import SkippyError
 from skippy_zmq.runtime.sampling import SessionSampler
@@ -46,9 +47,9 @@ class TokenSource:
 
     def open(self, opened: wire.SessionOpen) -> tuple[str, str, str] | None:
         """Begin a session; return (session, code, message) where its sampling cannot be set up."""
-        seed = opened.sampling.seed
         try:
-            sampler = SessionSampler(self._model, opened.sampling, secrets.randbits(32) if seed is None else seed)
+            sampler = SessionSampler(self._model, opened.sampling, opened.sampling.seed or 0)
+            sampler.accept(np.frombuffer(opened.prefix, "<i4").astype(np.int32))
             self._sessions[opened.session] = _Session(opened, sampler, TextStream(opened.stop))
         except SkippyError as error:
             self._fail(opened, error)
@@ -123,8 +124,9 @@ class TokenSource:
         if found.generated >= opened.max_tokens or position >= self._model.n_ctx:
             text = delta.text + found.text.finish()
             return self._end(found, position, token, (token,), text, "length", logits)
-        message = wire.Tokens(opened.request, found.generated - 1, (token,), delta.text, tensors=_described(logits))
-        self._unsent.append((opened, message, logits))
+        if found.generated > opened.received:  # else the client had it before the answer began anew
+            message = wire.Tokens(opened.request, found.generated - 1, (token,), delta.text, tensors=_described(logits))
+            self._unsent.append((opened, message, logits))
         return wire.SampledToken(opened.session, opened.lane, position, token)
 
     def stream(self) -> None:

@@ -1,12 +1,20 @@
-"""Stage 0's side of a request: from a prompt to a lane, and everything that can end it."""
+"""Stage 0's side of a request: from a prompt to a lane, and everything that can end it.
+
+A request whose ring breaks does not end: it gives up its lane and begins anew when the ring is closed again and its
+client says how much of the answer it has. Prompt, seed and chunks being the same, so is what comes of it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import logging
+import math
+import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from skippy_zmq.chat.bos import add_special_for
 from skippy_zmq.chat.renderer import Failed, Outcome, TemplateRenderer
@@ -14,10 +22,14 @@ from skippy_zmq.errors import BusyError, DeadlineError, RequestError, SkippyErro
 from skippy_zmq.runtime.sampling import check_sampling
 from skippy_zmq.runtime.stage_model import StageModel
 from skippy_zmq.schedule.scheduler import Batch, Scheduler
+from skippy_zmq.stage.prefixes import Prefix, Prefixes
 from skippy_zmq.stage.tokenizing import INLINE_BYTES, BackgroundTokenizer
 from skippy_zmq.text import check_stops
 from skippy_zmq.wire import messages as wire
 from skippy_zmq.wire.failures import error_message
+from skippy_zmq.wire.limits import MAX_SEED
+
+log = logging.getLogger("skippy_zmq.stage")
 
 DEFAULT_TIMEOUT_SECONDS = 3600.0  # of a request that names none
 MAX_TIMEOUT_SECONDS = 7 * 86400.0  # a longer one is cut to this; poll's timeouts end at 24 days
@@ -36,6 +48,12 @@ class _Request:
     prompt: tuple[int, ...] = ()
     lane: int | None = None
     opened: bool = False  # its first rows are on the ring
+    accepted: bool = False
+    prefix: Prefix | None = None  # what its lane begins with; None: not known yet
+    fed: list[int] = field(default_factory=list)  # tokens generated and sent down the ring again
+    before: tuple[int, ...] = ()  # what was fed before the ring broke
+    received: int = 0  # tokens the client has, of an answer that begins anew
+    recover_by: float | None = None  # the ring is broken, or the client has not said what it has
 
 
 class RequestTable:
@@ -53,8 +71,7 @@ class RequestTable:
         close: CloseSession,
         boot: str,
         tokenizer: BackgroundTokenizer,
-        max_waiting: int,
-        max_wait_seconds: float,
+        prefixes: Prefixes,
     ) -> None:
         self._model = model
         self._scheduler = scheduler
@@ -68,8 +85,10 @@ class RequestTable:
         self._waiting: OrderedDict[str, _Request] = OrderedDict()
         self._bos_text = self._special_text(model.native_model.bos)
         self._tokenizer = tokenizer
-        self._max_waiting = max_waiting
-        self._max_wait_seconds = max_wait_seconds
+        self._prefixes = prefixes
+        self._max_waiting = model.options.queue
+        self._max_wait_seconds = float(model.options.queue_seconds)
+        self._recover_seconds = model.options.recover_seconds
         self._longest_piece = 0  # bytes; found when a long text comes
         self.refused = 0
 
@@ -88,6 +107,7 @@ class RequestTable:
         """Monotonic seconds of the earliest deadline of a request or of a template being rendered."""
         times = [request.deadline for request in self._by_session.values()]
         times += [request.wait_until for request in self._waiting.values()]
+        times += [r.recover_by for r in self._by_session.values() if r.recover_by is not None]
         rendering = self._renderer.next_deadline()
         if rendering is not None:
             times.append(rendering)
@@ -107,9 +127,12 @@ class RequestTable:
             check_stops(ask.stop)
             check_sampling(self._model, ask.sampling)
             timeout = min(ask.timeout_ms / 1000 or DEFAULT_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS)
-            self._count += 1
+            self._prefixes.check(client, ask)
+            if ask.sampling.seed is None:  # chosen here, so that the answer can begin anew
+                sampling = dataclasses.replace(ask.sampling, seed=secrets.randbelow(MAX_SEED + 1))
+                ask = dataclasses.replace(ask, sampling=sampling)
             now = time.monotonic()
-            session = f"{self._boot}-{self._count}"
+            session = self._new_session()
             request = _Request(client, ask, session, now + timeout, now + self._max_wait_seconds)
             if ask.messages is not None:
                 self._renderer.submit(request.session, ask.messages, deadline=request.deadline)
@@ -121,6 +144,10 @@ class RequestTable:
             return
         self._by_session[request.session] = self._by_request[client, ask.request] = request
         self._waiting[request.session] = request
+
+    def _new_session(self) -> str:
+        self._count += 1
+        return f"{self._boot}-{self._count}"
 
     def _busy(self) -> str:
         lanes, waiting = self._scheduler.n_lanes, len(self._waiting)
@@ -184,7 +211,8 @@ class RequestTable:
             self._send(client, wire.Error("unknown_request", f"request {name} is not running", name))
         elif not request.opened:
             self._end(request, "cancelled")
-            self._send(client, wire.Error("cancelled", "cancelled before it began", name))
+            why = "cancelled while the pipeline was broken" if request.accepted else "cancelled before it began"
+            self._send(client, wire.Error("cancelled", why, name))
         else:
             self._end(request, "cancelled")
 
@@ -207,6 +235,9 @@ class RequestTable:
         self._take(self._renderer.expire(now))
         for request in [r for r in self._by_session.values() if r.deadline <= now]:
             self._fail(request, DeadlineError("the request was not finished within its timeout"))
+        for request in [r for r in self._by_session.values() if r.recover_by is not None and r.recover_by <= now]:
+            words = f"a stage was lost, and the request could not go on within {self._recover_seconds} s"
+            self._fail(request, StageLostError(words))
         for request in [r for r in self._waiting.values() if r.wait_until <= now]:
             self._fail(request, BusyError(f"no lane became free within {self._max_wait_seconds:g} s: try again"))
 
@@ -229,13 +260,24 @@ class RequestTable:
         for session, request in list(self._waiting.items()):
             if not request.prompt:
                 continue
-            lane = self._scheduler.start(session, request.prompt)
+            lane = self._scheduler.start(session, request.prompt, hold=True)
             if lane is None:
                 return
             del self._waiting[session]
             request.lane = lane
-            if not self._send(request.client, wire.Accepted(request.ask.request, request.prompt)):
-                self._end(request, "cancelled")
+            prefix = self._prefixes.look_for(request.client, request.ask, request.prompt, session)
+            if prefix is not None:
+                self._begin(request, prefix)
+
+    def _begin(self, request: _Request, prefix: Prefix) -> None:
+        """What the lane begins with is known: run the rest of the prompt."""
+        request.prefix = prefix
+        self._scheduler.release(request.session, len(prefix.tokens))
+        if request.accepted:
+            return
+        request.accepted = True
+        if not self._send(request.client, wire.Accepted(request.ask.request, request.prompt, len(prefix.tokens))):
+            self._end(request, "cancelled")
 
     def opening(self, batch: Batch) -> tuple[wire.SessionOpen, ...]:
         """What the last stage needs to know of the sessions that begin in ``batch``."""
@@ -245,6 +287,7 @@ class RequestTable:
                 request = self._by_session[rows.session]
                 request.opened = True
                 ask = request.ask
+                prefix = request.prefix or Prefix()
                 opens.append(
                     wire.SessionOpen(
                         rows.session,
@@ -256,6 +299,10 @@ class RequestTable:
                         ask.sampling,
                         ask.stop,
                         ask.logits,
+                        prefix.packed,
+                        prefix.plain,
+                        ask.keep,
+                        request.received,
                     )
                 )
         return tuple(opens)
@@ -271,27 +318,100 @@ class RequestTable:
             if token.finish_reason == "cancelled":
                 self._fail(request, StageLostError("the client is not connected to the last stage, or does not read"))
             elif token.finish_reason:
+                if request.ask.keep:
+                    tokens = (*request.prompt, *request.fed)
+                    self._prefixes.keep(request.client, request.ask.request, request.session, request.lane or 0, tokens)
                 self._end(request, "done")
             else:
-                self._scheduler.feed(token.session, token.position, token.token)
+                self._feed(request, token)
         for session, code, message in done.failed:
             request = self._by_session.get(session)
             if request is not None and code == "stage_lost":
                 self._fail(request, StageLostError(message))
+            elif request is not None and code == "kv_page" and request.prefix and request.prefix.tokens:
+                self._begin_anew(request, reuse=False)
             elif request is not None:  # the last stage has told its client
                 self._end(request, "error")
 
-    def fail_running(self, error: SkippyError) -> None:
-        """The ring broke: everything that has a lane is lost; what waits goes on waiting."""
-        for request in [r for r in self._by_session.values() if r.lane is not None]:
-            self._fail(request, error)
+    def _feed(self, request: _Request, token: wire.SampledToken) -> None:
+        known = request.before[len(request.fed)] if len(request.fed) < len(request.before) else token.token
+        if token.token != known:
+            words = "after a stage was lost its answer came out differently; --reproducible keeps it alike"
+            self._fail(request, StageLostError(words))
+            return
+        request.fed.append(token.token)
+        self._scheduler.feed(token.session, token.position, token.token)
+
+    def take_kv_answer(self, answer: wire.KvAnswer) -> None:
+        """All stages have looked for a session's pages, or have kept them."""
+        request = self._by_session.get(answer.session)
+        if request is not None and request.prefix is None:
+            self._begin(request, self._prefixes.found(answer.session, answer.pages))
+        else:
+            self._prefixes.kept(answer)
+
+    # ---- a ring that broke
+
+    def suspend(self, why: str, now: float) -> None:
+        """The ring broke: what has a lane gives it up, to begin anew; what waits goes on waiting.
+
+        None of them starts before its client has said that it is connected to the last stage, which may be a new one,
+        and how much of the answer it has.
+        """
+        self._prefixes.forget_all()
+        for request in list(self._by_session.values()):
+            if self._recover_seconds == 0:
+                if request.lane is not None:
+                    self._fail(request, StageLostError(why))
+                continue
+            if request.lane is not None:
+                self._begin_anew(request)
+            if self._waiting.pop(request.session, None) is not None:
+                request.recover_by = now + self._recover_seconds
+        if waiting := sum(r.recover_by is not None for r in self._by_session.values()):
+            log.warning("%s: %d requests wait for it to come back, %d s at most", why, waiting, self._recover_seconds)
+
+    def _begin_anew(self, request: _Request, *, reuse: bool = True) -> None:
+        """Give up the lane and wait for one, in front of all others, under a new session."""
+        lane, opened = request.lane, request.opened
+        self._scheduler.finish(request.session)
+        self._prefixes.forget(request.session)
+        del self._by_session[request.session]
+        if lane is not None:
+            self._close(request.session, lane, "error")
+        log.info("session %s begins anew, opened before: %s", request.session, opened)
+        request.session = self._new_session()
+        request.before = max(request.before, tuple(request.fed), key=len)
+        request.fed = []
+        request.lane, request.opened, request.prefix = None, False, None
+        request.wait_until = math.inf  # it has waited already; its deadline still counts
+        if not reuse:
+            self._prefixes.avoid(request.session)
+        self._by_session[request.session] = request
+        self._waiting[request.session] = request
+        self._waiting.move_to_end(request.session, last=False)
+
+    def resume(self, client: bytes, message: wire.Resume) -> None:
+        """A client is there again and says what it has of an answer."""
+        request = self._by_request.get((client, message.request))
+        if request is None:
+            self._send(
+                client, wire.Error("unknown_request", f"request {message.request} is not known", message.request)
+            )
+        elif request.recover_by is not None:
+            request.recover_by = None
+            request.received = message.received
+            self._waiting[request.session] = request
+            if request.accepted:
+                self._waiting.move_to_end(request.session, last=False)
 
     def fail_all(self, error: SkippyError) -> None:
         for request in list(self._by_session.values()):
             self._fail(request, error)
 
-    def lost(self, what: str) -> None:
-        self.fail_running(StageLostError(what))
+    def session_reply(self, client: bytes, asked: wire.KvSession | wire.KvAdopt) -> wire.KvSessionReply:
+        """What a client asks of kept sessions; raise KvPageError where there is no such one."""
+        return self._prefixes.reply(client, asked)
 
     def _fail(self, request: _Request, error: SkippyError) -> None:
         self._send(request.client, error_message(error, request.ask.request))
@@ -302,5 +422,6 @@ class RequestTable:
         self._by_request.pop((request.client, request.ask.request), None)
         self._waiting.pop(request.session, None)
         self._scheduler.finish(request.session)
-        if request.lane is not None and request.opened:
+        self._prefixes.forget(request.session)
+        if request.lane is not None:  # a lane that was held without rows has pages waiting for it
             self._close(request.session, request.lane, reason)

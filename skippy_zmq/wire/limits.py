@@ -75,7 +75,7 @@ ERROR_CODES = MappingProxyType(
         "duplicate_request": ErrorCode("a request of this id is already known", False),
         "unknown_request": ErrorCode("no request of this id is known", False),
         "cancelled": ErrorCode("the request was cancelled", False),
-        "kv_page": ErrorCode("a KV page or saved session is damaged, or belongs to something else", False),
+        "kv_page": ErrorCode("a KV page or saved session is damaged, does not fit, or is not here", False),
         # The moment.
         "retry": ErrorCode("nothing is wrong with the request: try again", True),
         "busy": ErrorCode("all lanes and the queue are full", True),
@@ -95,8 +95,6 @@ ERROR_CODES = MappingProxyType(
         "layer_mismatch": ErrorCode("the layer ranges leave a gap, overlap, or miss an end of the model", False),
         "crossing_mismatch": ErrorCode("the tensors wanted and offered at a boundary differ", False),
         "settings_mismatch": ErrorCode("lanes, context, cache types or batch sizes differ", False),
-        # Attention state.
-        "kv_page": ErrorCode("a page is damaged, does not fit, or is not here", False),
         # The stage itself.
         "bad_model_file": ErrorCode("a model file is damaged, incomplete or unsupported", False),
         "bad_option": ErrorCode("an option has a wrong value or cannot be honoured here", False),

@@ -234,7 +234,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Client to stage 0, when the pipeline is ready once more: go on with the answer, of which ``received`` tokens came.
+    """Client to stage 0, the pipeline being ready once more: go on with the answer, of which ``received`` tokens came.
 
     Sent for every request that was under way; one that was not interrupted is none the wiser.
     """
