@@ -39,7 +39,7 @@ class LocalPipeline:
 
     ``restart``: a stage that dies once the pipeline was ready is started again, up to ``restart_limit`` times within a
     minute; beyond that, and where it cannot be done (exit code 2), the pipeline has failed and all of it ends. What the
-    dead stage said last is logged (logger ``skippy_zmq.local``).
+    dead stage said last is logged (logger ``skippy_zmq.local``). Without ``restart`` requests fail when a stage dies.
 
     Raises ModelFileError and OptionError for what cannot run, DeadlineError after ``startup_timeout`` seconds, and
     SkippyError with a stage's own words where it fails.
@@ -184,6 +184,8 @@ class LocalPipeline:
         command += ["--drain-seconds", str(DRAIN_SECONDS), *to_arguments(self.options)]
         if self.options.groups is None and self.options.threads * len(self.layers) > available_cores():
             command += ["--groups", "1"]  # stages that share their cores gain nothing from computing at once
+        if not self._restart_limit and "recover_seconds" not in self.options.model_fields_set:
+            command += ["--recover-seconds", "0"]  # there is nothing to wait for
         if self._uncertified:
             command.append("--uncertified")
         return StageCommand(layers, tuple(command), self._directory / f"s{index}.log")

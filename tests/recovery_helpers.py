@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,7 +27,11 @@ SAMPLINGS = (
 )
 _AGAIN_SECONDS = 0.1  # from an answer that the pipeline is not ready to the next attempt
 # Held by a stage for requests; all zero once these are over.
-_HELD = ("now.sessions", "now.queue", "now.kv_cells", )
+_HELD = (
+    "now.sessions",
+    "now.queue",
+    "now.kv_cells",
+)
 _HELD_AT_STAGE_0 = (
     "now.lanes_busy",
     "now.requests_running",
@@ -204,24 +209,48 @@ class _Tokens:
             self._changed.notify_all()
 
 
+def _opened(pid: int) -> list[str]:
+    names = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            names.append(str(entry.readlink()))
+    return names
+
+
 @dataclass(frozen=True, slots=True)
 class Footing:
-    """Descriptors and threads of every stage, and the processes that this one has."""
+    """What every stage has open and runs, and the processes that this one has."""
 
-    descriptors: tuple[int, ...]
+    files: tuple[int, ...]  # sockets and pipes included
+    events: tuple[int, ...]  # anonymous descriptors of libzmq's threads and sockets
     threads: tuple[int, ...]
     processes: int
 
     @classmethod
     def of(cls, pipeline: LocalPipeline) -> Footing:
         pids = pipeline.process_ids
-        counted = [tuple(len(list(Path(f"/proc/{pid}/{what}").iterdir())) for pid in pids) for what in ("fd", "task")]
-        return cls(*counted, len(child_processes()))
+        opened = [_opened(pid) for pid in pids]
+        events = tuple(sum(name.startswith("anon_inode:") for name in names) for names in opened)
+        files = tuple(len(names) - n for names, n in zip(opened, events, strict=True))
+        threads = tuple(len(os.listdir(f"/proc/{pid}/task")) for pid in pids)  # noqa: PTH208
+        return cls(files, events, threads, len(child_processes()))
+
+    def fits(self, before: Footing) -> bool:
+        """Whether nothing has come to what was there ``before``.
+
+        A stage starts pyzmq's collector, a thread with a context of its own, with the first large message it sends:
+        one that is new need not have done so.
+        """
+        return (
+            (self.files, self.processes) == (before.files, before.processes)
+            and all(now <= then for now, then in zip(self.events, before.events, strict=True))
+            and all(now <= then for now, then in zip(self.threads, before.threads, strict=True))
+        )
 
 
-def settles(look: Callable[[], Footing], wanted: Footing) -> Footing:
-    """Look until what is ``wanted`` is seen: the ends of connections arrive when they do. What was seen last."""
+def settled(pipeline: LocalPipeline, before: Footing) -> Footing:
+    """Look until it fits ``before``, as the ends of connections arrive when they do; what was seen last."""
     deadline = time.monotonic() + PATIENCE
-    while (seen := look()) != wanted and time.monotonic() < deadline:
+    while not (seen := Footing.of(pipeline)).fits(before) and time.monotonic() < deadline:
         os.sched_yield()
     return seen
