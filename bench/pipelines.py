@@ -18,7 +18,7 @@ from bench.peers import Measured
 from bench.pinning import CORES, pinned
 from skippy_zmq import Client
 from skippy_zmq.client import StageStats, Stream
-from skippy_zmq.sources.gguf_model import open_model
+from skippy_zmq.sources.models import open_model
 from skippy_zmq.topology import split_at
 from skippy_zmq.wire.messages import SamplingParams
 
@@ -28,8 +28,9 @@ GREEDY = SamplingParams(ignore_eos=True)
 class Pipeline:
     """``split``: layer numbers to cut at. ``pin``: a core for each stage; else all cores are everybody's.
 
-    ``options``: of the stage program, the same for every stage. ``delay_s``: one way, of every link of the ring,
-    through the proxy of ``skippy_zmq.testing``; None: without a proxy. Clients reach all stages without a delay.
+    ``options``: of the stage program, the same for every stage; unless they name ``--kv-cache-bytes`` no prompt is
+    remembered, as a benchmark asks for the same ones again. ``delay_s``: one way, of every link of the ring, through
+    the proxy of ``skippy_zmq.testing``; None: without a proxy. Clients reach all stages without a delay.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class Pipeline:
                     arguments += ["--next", reached_at[index + 1]]
                 elif index:
                     arguments += ["--first", reached_at[0]]
-                arguments += ["--threads", str(threads), "--no-progress", "--log-level", "warning", *options]
+                arguments += ["--threads", str(threads), "--no-progress", "--log-level", "warning"]
+                arguments += ["--kv-cache-bytes", "0", *options]
                 with pinned({CORES[index % len(CORES)]} if pin else None):
                     stage = StageProcess(*arguments)
                 self.stages.append(self._stack.enter_context(stage))
@@ -116,6 +118,10 @@ class Pipeline:
     def stream(self, prompt: Sequence[int], max_tokens: int) -> Stream:
         """The likeliest tokens, the end of a text apart."""
         return self.client.stream(token_ids=prompt, max_tokens=max_tokens, sampling=GREEDY)
+
+    def client_again(self) -> Client:
+        """Another client, to be closed by the caller."""
+        return Client(self.endpoints[0])
 
     def close(self) -> None:
         self._stack.close()

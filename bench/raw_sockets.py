@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import zmq
+
+from bench.peers import ROOT
+
+Exchange = Callable[[int], float]  # how many messages; seconds
 
 LARGE_BYTES = 65536  # pyzmq's own threshold: below it a copy costs less than avoiding it
 
@@ -38,3 +46,36 @@ class RawSocket:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def frames_of(payload_bytes: int) -> list[bytes]:
+    return [b"ab", b"header", bytes(payload_bytes)]
+
+
+@contextmanager
+def far_end(kind: str, answer: str, payload_bytes: int, address: str) -> Iterator[None]:
+    command = [sys.executable, "-m", "bench.echo_program", kind, answer, str(payload_bytes), address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline().strip() == address.encode()
+            yield
+        finally:
+            process.kill()
+
+
+@contextmanager
+def raw_exchange(address: str, payload_bytes: int, window: int) -> Iterator[Exchange]:
+    frames = frames_of(payload_bytes)
+    with RawSocket(zmq.DEALER, address, payload_bytes) as dealer:
+
+        def exchange(count: int) -> float:
+            started = time.perf_counter()
+            for number in range(count + window):
+                if number >= window:
+                    dealer.receive()
+                if number < count:
+                    dealer.send(frames)
+            return time.perf_counter() - started
+
+        yield exchange

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import pytest
-import zmq
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from bench.comparison import Comparison, alternate
-from bench.peers import ROOT
-from bench.raw_sockets import RawSocket
+from bench.raw_sockets import Exchange, far_end, frames_of, raw_exchange
 from skippy_zmq.transport import Endpoint, Link, Loop, SocketFactory
 
 HOP_BYTES = 2304  # 576 floats: one row of SmolLM2
@@ -27,45 +23,10 @@ HOP_TARGET, STREAM_TARGET = 1.5, 0.8
 TARGETED = {("ipc", HOP_BYTES, "echo"), ("ipc", MIB, "acknowledge")}
 WINDOW = 4  # messages under way in a stream, as the ring's credit would have it
 
-Exchange = Callable[[int], float]  # how many messages; seconds
-
-
-def _frames(payload_bytes: int) -> list[bytes]:
-    return [b"ab", b"header", bytes(payload_bytes)]
-
-
-@contextmanager
-def _far_end(kind: str, answer: str, payload_bytes: int, address: str) -> Iterator[None]:
-    command = [sys.executable, "-m", "bench.echo_program", kind, answer, str(payload_bytes), address]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
-        assert process.stdout is not None
-        try:
-            assert process.stdout.readline().strip() == address.encode()
-            yield
-        finally:
-            process.kill()
-
-
-@contextmanager
-def _raw(address: str, payload_bytes: int, window: int) -> Iterator[Exchange]:
-    frames = _frames(payload_bytes)
-    with RawSocket(zmq.DEALER, address, payload_bytes) as dealer:
-
-        def exchange(count: int) -> float:
-            started = time.perf_counter()
-            for number in range(count + window):
-                if number >= window:
-                    dealer.receive()
-                if number < count:
-                    dealer.send(frames)
-            return time.perf_counter() - started
-
-        yield exchange
-
 
 @contextmanager
 def _link(address: str, payload_bytes: int, window: int) -> Iterator[Exchange]:
-    frames = _frames(payload_bytes)
+    frames = frames_of(payload_bytes)
     with SocketFactory() as factory, Loop() as loop:
         link = Link(factory, Endpoint.parse(address), routing_id=b"bench")
         loop.add(link)
@@ -114,9 +75,9 @@ def test_sockets(size: str, transport: str, answer: str, comparison: Comparison,
     count = max(12, min(300, 24 * MIB // payload_bytes))
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         calls = {}
-        for kind, connect in (("link", _link), ("raw", _raw)):
+        for kind, connect in (("link", _link), ("raw", raw_exchange)):
             address = _address(transport, directory, kind)
-            stack.enter_context(_far_end(kind, answer, payload_bytes, address))
+            stack.enter_context(far_end(kind, answer, payload_bytes, address))
             exchange = stack.enter_context(connect(address, payload_bytes, window))
             calls[kind] = partial(_per_message, exchange, count)
         seconds = alternate(benchmark, 15, calls)

@@ -120,6 +120,9 @@ class StageContext:
     def kv_refusal(self) -> str: ...
 
     @property
+    def kv_rope_factors(self) -> str: ...
+
+    @property
     def kv_layers(self) -> list[tuple[int, str, str, int, int, bool]]:
         """
         (layer, K type, V type, bytes of K, bytes of V of a token, whether V is transposed) of own layers.

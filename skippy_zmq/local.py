@@ -14,7 +14,7 @@ from typing import Any
 from skippy_zmq.client import Client, Generation
 from skippy_zmq.errors import DeadlineError, OptionError, UserError
 from skippy_zmq.runtime.options import StageOptions, available_cores, check_options, to_arguments
-from skippy_zmq.sources.gguf_model import open_model
+from skippy_zmq.sources.models import open_model
 from skippy_zmq.supervision import StageCommand, Supervisor
 from skippy_zmq.topology import split_at, split_evenly
 from skippy_zmq.transport.ipc_path import check_length
@@ -30,8 +30,9 @@ _SOCKET_DIRECTORY = "/tmp"  # where the usual place for temporary files has too 
 
 
 class LocalPipeline:
-    """Runs ``model`` (a GGUF file, or the first of its shards) as ``stages`` processes; use it with ``with``.
+    """Runs ``model`` as ``stages`` processes; use it with ``with``.
 
+    ``model``: a GGUF file, the first of its shards, or a layer package.
     ``split``: layer numbers to cut at, in place of an even split. ``options``, and single ones by keyword
     (``ctx_size=512``), are those of ``python -m skippy_zmq.stage``. ``uncertified``: run an architecture that
     docs/architectures.md does not list. ``directory``: an existing one for sockets and logs;

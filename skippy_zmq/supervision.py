@@ -114,7 +114,7 @@ class _Process:
 
 @dataclass(slots=True)
 class _Stage:
-    """``ready``: what its process announced last. ``down``: last words of one that has ended, until all is well again."""
+    """``ready``: what its process announced last. ``down``: last words of one that ended, until it is well again."""
 
     command: StageCommand
     process: _Process

@@ -55,6 +55,7 @@ class LastStage:
             layer_start=hello.facts.layer_end,
             layer_end=hello.facts.n_layers,
             wanted=hello.facts.offered,
+            kv_page_tokens=0,
             offered=(),
         )
         self._upstream = incoming.peer

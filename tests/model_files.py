@@ -281,3 +281,61 @@ def sparse(path: Path, n_layers: int = 100, layer_bytes: int = 256 * 1024 * 1024
     zeros("output_norm", hidden)
     zeros("output", hidden, len(tokens))
     return raw.write(path)
+
+
+LATENT_ROW = 64 + 32  # values that a token leaves in each layer of ``latent``
+
+
+def latent(path: Path, *, n_layers: int = 4) -> Path:
+    """A model of random weights with latent attention (deepseek2, all layers dense), whose cache holds keys only."""
+    hidden, ffn, heads, nope, rope, value, q_rank, kv_rank = 64, 96, 2, 32, 32, 32, 48, 64
+    n_vocab, row = FIRST_BYTE_TOKEN + 256, LATENT_ROW
+    writer = gguf.GGUFWriter(path, "deepseek2")
+    writer.add_name("mla")
+    writer.add_block_count(n_layers)
+    writer.add_context_length(512)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(ffn)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_leading_dense_block_count(n_layers)
+    writer.add_expert_feed_forward_length(ffn)
+    writer.add_expert_shared_count(0)
+    writer.add_expert_weights_scale(1.0)
+    writer.add_q_lora_rank(q_rank)
+    writer.add_kv_lora_rank(kv_rank)
+    writer.add_key_length(row)
+    writer.add_value_length(kv_rank)
+    writer.add_key_length_mla(nope + rope)
+    writer.add_value_length_mla(value)
+    writer.add_rope_dimension_count(rope)
+    _write_vocabulary(writer, (), ["Ġ Ġ"], None, None)
+    random = np.random.default_rng(7)
+
+    def matrix(name: str, *shape: int) -> None:
+        data = random.normal(0.0, shape[-1] ** -0.5, shape).astype(np.float32)
+        writer.add_tensor(f"{name}.weight", data)
+
+    def norm(name: str, size: int) -> None:
+        writer.add_tensor(f"{name}.weight", random.uniform(0.8, 1.2, size).astype(np.float32))
+
+    matrix("token_embd", n_vocab, hidden)
+    for layer in range(n_layers):
+        block = f"blk.{layer}"
+        norm(f"{block}.attn_norm", hidden)
+        matrix(f"{block}.attn_q_a", q_rank, hidden)
+        norm(f"{block}.attn_q_a_norm", q_rank)
+        matrix(f"{block}.attn_q_b", heads * (nope + rope), q_rank)
+        matrix(f"{block}.attn_kv_a_mqa", row, hidden)
+        norm(f"{block}.attn_kv_a_norm", kv_rank)
+        matrix(f"{block}.attn_k_b", heads, kv_rank, nope)
+        matrix(f"{block}.attn_v_b", heads, value, kv_rank)
+        matrix(f"{block}.attn_output", hidden, heads * value)
+        norm(f"{block}.ffn_norm", hidden)
+        matrix(f"{block}.ffn_gate", ffn, hidden)
+        matrix(f"{block}.ffn_up", ffn, hidden)
+        matrix(f"{block}.ffn_down", hidden, ffn)
+    norm("output_norm", hidden)
+    matrix("output", n_vocab, hidden)
+    return _written(writer, path)

@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +19,8 @@ from hypothesis.stateful import rule
 from kv_states import State
 from kv_store_machine import FACTS, LAYERS, PAGE_BYTES, StoreMachine, links_of, session
 
+from skippy_zmq.kv import page_disk
+from skippy_zmq.kv.chain import ROOT
 from skippy_zmq.kv.limits import MAX_DAMAGED_FILES
 from skippy_zmq.kv.page import KvPage, seal
 from skippy_zmq.kv.page_disk import WRITE_PAUSE_SECONDS
@@ -342,6 +345,59 @@ def test_closing_waits_no_longer_than_told_and_leaves_the_rest(slow_folder: Slow
     writer.thread.join(SECONDS)
     assert not writer.thread.is_alive()
     assert [page.link_after for page in slow_folder.scan()] == links_of(pages[:1])
+
+
+def test_after_an_error_nothing_is_written_that_was_queued_behind_it(slow_folder: SlowFolder) -> None:
+    pages = session(1, 2).pages()
+    writer = PageWriter(slow_folder, 2 * PAGE_BYTES)
+    obstacle = slow_folder.path / f"{ROOT.hex()}-{pages[0].descriptor.link_after.hex()}.safetensors"
+    obstacle.mkdir()
+    for number, page in enumerate(pages):
+        assert writer.write(number, page)
+    slow_folder.gate.set()
+    assert writer.wait_until_idle(SECONDS)
+    written, error = writer.take_written()
+    assert isinstance(error, IsADirectoryError)
+    assert [one.error for one in written] == [error, error]
+    assert not writer.write(2, pages[1])
+    obstacle.rmdir()
+    assert slow_folder.scan() == []
+    writer.resume()
+    assert writer.write(3, pages[0])
+    assert writer.close(SECONDS)
+    assert [page.link_after for page in slow_folder.scan()] == links_of(pages[:1])
+
+
+def test_a_page_that_waits_for_the_disk_stays_in_memory_and_none_is_written_before_its_parent(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+
+    class GatedFolder(SlowFolder):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.gate, self.begun = gate, threading.Event()
+
+    monkeypatch.setattr(page_disk, "PageFolder", GatedFolder)
+    first, second, third = session(1, 2, 3).pages()
+    other = session(9).page(0, 4)
+    with case.store(budget=3, disk_bytes=9 * FILE_BYTES) as store:  # so that one page may wait
+        for page in (first, second, third):
+            assert store.put(page)
+        assert store.put(other)
+        assert store.page(first.descriptor.link_after) == first
+        assert store.page(second.descriptor.link_after) == second
+        assert third.descriptor.link_after not in store
+        gate.set()
+        assert store.flush(SECONDS)
+        assert store.put(third)  # its parent is in memory only
+        assert store.flush(SECONDS)
+        assert case.files() == {case.file(first).name}
+        assert store.page(second.descriptor.link_after) == second  # is written now, as it is used
+        assert store.flush(SECONDS)
+        assert store.put(third)
+        assert store.close(SECONDS)
+    assert case.files() == {case.file(page).name for page in (first, second, third)}
 
 
 class DiskMachine(StoreMachine):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -13,7 +14,9 @@ from skippy_zmq.certify.compare import emptiness, first_difference
 from skippy_zmq.certify.reference import Unsplit
 from skippy_zmq.certify.workload import Settings, Step, context_size, script, stage_options
 from skippy_zmq.errors import ModelFileError, SkippyError
-from skippy_zmq.sources.gguf_model import open_model
+from skippy_zmq.sources.models import open_model
+from skippy_zmq.sources.package.composing import compose
+from skippy_zmq.sources.package.opening import PackageModel
 
 # Files of a reference folder. The second exists only where llama.cpp's own grouping of lanes changes bits.
 _WHOLE, _GROUPED, _FACTS = "whole.npy", "micro_batches.npy", "facts.json"
@@ -40,8 +43,14 @@ def trial_job(path: Path, settings: Settings, boundaries: tuple[int, ...], folde
 
 def make_reference(path: Path, settings: Settings, folder: Path) -> dict[str, Any]:
     """Write the unsplit model's logits into ``folder``; raise SkippyError where there is nothing to compare with."""
-    n_ctx = context_size(open_model(path))
-    with Unsplit(path, settings, n_ctx) as unsplit:
+    source = open_model(path)
+    n_ctx = context_size(source)
+    with contextlib.ExitStack() as stack:
+        if isinstance(source, PackageModel):  # llama.cpp by itself opens one file
+            path = folder / "whole.gguf"
+            stack.callback(path.unlink, missing_ok=True)
+            compose(source, path)
+        unsplit = stack.enter_context(Unsplit(path, settings, n_ctx))
         steps = script(n_ctx, can_trim=unsplit.can_trim)
         whole = unsplit.run(steps, whole=True)
         grouped = unsplit.run(steps, whole=False)

@@ -8,6 +8,7 @@ from itertools import combinations, pairwise
 from pathlib import Path
 
 from skippy_zmq.errors import OptionError
+from skippy_zmq.sources.package.manifest import MANIFEST_NAME
 
 ALL_PAIRS_LAYERS = 6  # up to so many layers, three stages are tried at every pair of boundaries
 
@@ -15,13 +16,22 @@ _LATER_SHARD = re.compile(r"-(?!00001-of-)\d{5}-of-\d{5}\.gguf\Z")
 
 
 def model_files(paths: Sequence[Path]) -> list[Path]:
-    """The GGUF files at or below ``paths``, of shards the first; raise OptionError for a path without any."""
+    """The models at or below ``paths``: GGUF files, of shards the first, and the folders of layer packages.
+
+    Raises OptionError for a path without any.
+    """
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            found = sorted(p for p in path.rglob("*.gguf") if p.is_file() and not _LATER_SHARD.search(p.name))
+            packages = {manifest.parent for manifest in path.rglob(MANIFEST_NAME)}
+            found = sorted(
+                p
+                for p in path.rglob("*.gguf")
+                if p.is_file() and not _LATER_SHARD.search(p.name) and packages.isdisjoint(p.parents)
+            )
+            found = sorted([*found, *packages])
             if not found:
-                raise OptionError(f"{path}: this folder holds no .gguf file")
+                raise OptionError(f"{path}: this folder holds no .gguf file and no {MANIFEST_NAME}")
             files += found
         elif path.is_file():
             files.append(path)

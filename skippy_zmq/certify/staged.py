@@ -19,12 +19,20 @@ from skippy_zmq.wire.messages import CrossingSpec
 
 
 class StagedModel:
-    """All stages of a model cut at ``boundaries``. Raises HandshakeError where they do not fit together."""
+    """All stages of a model cut at ``boundaries``. Raises HandshakeError where they do not fit together.
 
-    def __init__(self, source: GgufModel, boundaries: Sequence[int], options: StageOptions) -> None:
-        ranges = split_at(boundaries, source.n_layers)
+    ``source``: of all stages, or one for each.
+    """
+
+    def __init__(
+        self, source: GgufModel | Sequence[GgufModel], boundaries: Sequence[int], options: StageOptions
+    ) -> None:
+        sources = [source] * (len(boundaries) + 1) if isinstance(source, GgufModel) else source
+        ranges = split_at(boundaries, sources[0].n_layers)
         # no limit on outputs: certification looks at the logits of whole prompts
-        self.stages = [StageModel(source, layers, options, max_outputs=0) for layers in ranges]
+        self.stages = [
+            StageModel(own, layers, options, max_outputs=0) for own, layers in zip(sources, ranges, strict=True)
+        ]
         facts = tuple(stage_facts(stage, "certify", f"stage-{i}", "") for i, stage in enumerate(self.stages))
         check_pipeline(facts)
         for upstream, downstream in pairwise(facts):

@@ -8,13 +8,14 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 from skippy_zmq.client.arguments import DEFAULT_LOCAL_STAGES, parse_arguments
 from skippy_zmq.client.client import DEFAULT_CONTACT_SECONDS, Client
 from skippy_zmq.client.json_values import as_line, generation_values, stats_values
 from skippy_zmq.client.report import answer_line
 from skippy_zmq.client.results import Generation
+from skippy_zmq.client.saved_conversations import continued_request, save_conversation
 from skippy_zmq.client.signals import EXIT_INTERRUPTED, cancel_on_interrupt, exit_on_terminate
 from skippy_zmq.client.stats_view import stats_report
 from skippy_zmq.client.watch import watch
@@ -86,7 +87,7 @@ def _run(client: Client, arguments: argparse.Namespace) -> int:
         return watch(client, arguments.watch, as_json=arguments.json)
     if not arguments.request:
         return _print_stats(client, arguments)
-    generation = _generate(client, arguments)
+    generation = _generate(client, arguments, continued_request(client, arguments))
     values = generation_values(generation)
     stats = client.stats() if arguments.stats else None
     if stats is not None and arguments.json:
@@ -95,12 +96,14 @@ def _run(client: Client, arguments: argparse.Namespace) -> int:
         print(f"{answer_line(generation)}\n\n{stats_report(stats, _width(sys.stderr))}", file=sys.stderr)
     if arguments.json:
         print(as_line(values), flush=True)
+    if arguments.save_session is not None:
+        save_conversation(client, generation, arguments)
     return EXIT_INTERRUPTED if generation.finish_reason == "cancelled" else 0
 
 
-def _generate(client: Client, arguments: argparse.Namespace) -> Generation:
+def _generate(client: Client, arguments: argparse.Namespace, request: dict[str, Any]) -> Generation:
     stream = client.stream(
-        **arguments.request,
+        **request,
         max_tokens=arguments.max_tokens,
         sampling=arguments.sampling,
         stop=arguments.stop,

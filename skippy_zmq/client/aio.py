@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+from skippy_zmq.client import transfers
 from skippy_zmq.client.client import DEFAULT_CONTACT_SECONDS
 from skippy_zmq.client.connection import Connection
 from skippy_zmq.client.outcomes import Event, Finished, Opened, Outcome
 from skippy_zmq.client.requests import DEFAULT_MAX_TOKENS, GREEDY, Messages, check_timeout, generate_request
 from skippy_zmq.client.results import Chunk, Generation
 from skippy_zmq.client.stats import PipelineStats
+from skippy_zmq.client.transfers import Ask, Progress, Run, Stages, Step, Transfer
+from skippy_zmq.client.worker import Worker
 from skippy_zmq.errors import OptionError, SkippyError
+from skippy_zmq.kv.page import KvPage
+from skippy_zmq.kv.session_manifest import SessionFacts
 from skippy_zmq.transport import Endpoint, Security
 from skippy_zmq.wire.messages import (
     Detokenize,
     Detokenized,
     Generate,
+    KvSessionReply,
     SamplingParams,
     StageFacts,
     Tokenize,
@@ -30,6 +35,7 @@ from skippy_zmq.wire.messages import (
 )
 
 _T = TypeVar("_T")
+_Mailbox = asyncio.Queue[Event]  # of one request, or of all of a transfer
 
 
 class AsyncClient:
@@ -47,8 +53,8 @@ class AsyncClient:
         self._security = security
         self._server_key = server_key
         self._contact_seconds = check_timeout(timeout)
-        self._worker: _Worker | None = None
-        self._mailboxes: dict[str, asyncio.Queue[Outcome]] = {}
+        self._worker: Worker | None = None
+        self._mailboxes: dict[str, _Mailbox] = {}
         self._ids = itertools.count(1)
 
     async def __aenter__(self) -> AsyncClient:
@@ -62,7 +68,7 @@ class AsyncClient:
 
         if self._worker is not None:
             raise OptionError(f"client of {self.endpoint}: entered before")
-        worker = _Worker(make, self._deliver, self._fail, asyncio.get_running_loop())
+        worker = Worker(make, self._deliver, self._fail, asyncio.get_running_loop())
         await worker.start()
         self._worker = worker
         return self
@@ -87,6 +93,8 @@ class AsyncClient:
         stop: str | Sequence[str] = (),
         timeout: float | None = None,
         logits: bool = False,
+        keep: bool = False,
+        session: str = "",
     ) -> Generation:
         """As Client.generate. Cancelling the task cancels the request."""
         stream = self.stream(
@@ -98,6 +106,8 @@ class AsyncClient:
             stop=stop,
             timeout=timeout,
             logits=logits,
+            keep=keep,
+            session=session,
         )
         async with stream:
             async for _ in stream:
@@ -115,6 +125,8 @@ class AsyncClient:
         stop: str | Sequence[str] = (),
         timeout: float | None = None,
         logits: bool = False,
+        keep: bool = False,
+        session: str = "",
     ) -> AsyncStream:
         """As Client.stream, for ``async for``; leave a loop early by ``async with`` or ``close``."""
         request = self._new_request()
@@ -128,6 +140,8 @@ class AsyncClient:
             stop=stop,
             timeout=timeout,
             logits=logits,
+            keep=keep,
+            session=session,
         )
         self._submit(request, message, timeout=timeout)
         return AsyncStream(self, request)
@@ -148,6 +162,38 @@ class AsyncClient:
         self._start(request, lambda: worker.connection.surveys.start(request, time.monotonic(), timeout))
         return await self._answer(request, PipelineStats)
 
+    async def export_session(
+        self,
+        name: str,
+        directory: str | Path,
+        *,
+        token_ids: Sequence[int] | None = None,
+        progress: Progress | None = None,
+    ) -> SessionFacts:
+        """As Client.export_session; files are written, and ``progress`` is called, without holding up the loop."""
+        return await self._transfer(transfers.export_session(name, Path(directory), token_ids, progress))
+
+    async def export_pages(
+        self, name: str, take: Callable[[KvPage], object], *, progress: Progress | None = None
+    ) -> KvSessionReply:
+        """As Client.export_pages; ``take`` is called in a thread, for one page at a time."""
+        return await self._transfer(transfers.export_pages(name, take, progress))
+
+    async def import_session(self, directory: str | Path, *, progress: Progress | None = None) -> str:
+        """As Client.import_session."""
+        return await self._transfer(transfers.import_session(Path(directory), progress))
+
+    async def import_pages(
+        self,
+        token_ids: Sequence[int],
+        n_prompt: int,
+        pages: Callable[[StageFacts], Iterable[KvPage]],
+        *,
+        progress: Progress | None = None,
+    ) -> str:
+        """As Client.import_pages; the iterables are read in a thread, one page at a time."""
+        return await self._transfer(transfers.import_pages(token_ids, n_prompt, pages, progress))
+
     async def close(self) -> None:
         """As Client.close."""
         self._fail(OptionError(f"client of {self.endpoint}: closed"))
@@ -160,7 +206,7 @@ class AsyncClient:
         mailbox = self._mailboxes.get(request)
         if mailbox is None:
             raise OptionError(f"request {request}: closed")
-        outcome = await mailbox.get()
+        _, outcome = await mailbox.get()
         if isinstance(outcome, SkippyError):
             self._mailboxes.pop(request, None)
             raise outcome
@@ -177,7 +223,7 @@ class AsyncClient:
 
     # Inside.
 
-    def _running(self) -> _Worker:
+    def _running(self) -> Worker:
         if self._worker is None:
             raise OptionError(f"client of {self.endpoint}: use it inside 'async with'")
         if self._worker.stopped:
@@ -201,10 +247,10 @@ class AsyncClient:
 
         self._start(request, submit)
 
-    def _start(self, request: str, begin: Callable[[], None]) -> None:
+    def _start(self, request: str, begin: Callable[[], None], mailbox: _Mailbox | None = None) -> None:
         """Have the thread ``begin``; what that raises is the outcome of ``request``."""
         worker = self._running()
-        self._mailboxes[request] = asyncio.Queue()
+        self._mailboxes[request] = asyncio.Queue() if mailbox is None else mailbox
 
         def start() -> None:
             try:
@@ -213,6 +259,49 @@ class AsyncClient:
                 worker.tell([(request, error)])
 
         worker.post(start)
+
+    async def _transfer(self, steps: Transfer[_T]) -> _T:
+        mailbox: _Mailbox = asyncio.Queue()
+        under_way: set[str] = set()
+        answer: object = None
+        try:
+            while True:
+                try:
+                    step = steps.throw(answer) if isinstance(answer, BaseException) else steps.send(answer)
+                except StopIteration as stop:
+                    result: _T = stop.value
+                    return result
+                try:
+                    answer = await self._carry_out(step, mailbox, under_way)
+                except SkippyError as error:
+                    answer = error
+        finally:
+            steps.close()
+            for request in under_way:
+                self._forget(request)
+
+    async def _carry_out(self, step: Step, mailbox: _Mailbox, under_way: set[str]) -> object:
+        if isinstance(step, Stages):
+            return await self.stages()
+        if isinstance(step, Run):
+            return await _in_thread(step.call)
+        if isinstance(step, Ask):
+            request, worker, ask = self._new_request(), self._running(), step
+            message = ask.make(request)
+            payloads = () if ask.payload is None else (ask.payload,)
+
+            def submit() -> None:
+                worker.connection.conversation.submit(
+                    request, message, time.monotonic(), payloads=payloads, timeout=ask.seconds, to=ask.to
+                )
+
+            under_way.add(request)
+            self._start(request, submit, mailbox)
+            return request
+        request, outcome = await mailbox.get()
+        under_way.discard(request)
+        self._mailboxes.pop(request, None)
+        return request, outcome
 
     async def _ask(self, message: Tokenize | Detokenize | None, request: str, kind: type[_T]) -> _T:
         self._submit(request, message)
@@ -230,11 +319,11 @@ class AsyncClient:
     def _deliver(self, events: list[Event]) -> None:
         for request, outcome in events:
             if request in self._mailboxes:
-                self._mailboxes[request].put_nowait(outcome)
+                self._mailboxes[request].put_nowait((request, outcome))
 
     def _fail(self, error: SkippyError) -> None:
-        for mailbox in self._mailboxes.values():
-            mailbox.put_nowait(error)
+        for request, mailbox in self._mailboxes.items():
+            mailbox.put_nowait((request, error))
         self._mailboxes.clear()
 
 
@@ -292,84 +381,11 @@ class AsyncStream(AsyncIterator[Chunk]):
         self.close()
 
 
-class _Worker:
-    """The thread that owns the connection. ``deliver`` and ``fail`` run in ``loop``, events in order."""
-
-    def __init__(
-        self,
-        make: Callable[[], Connection],
-        deliver: Callable[[list[Event]], None],
-        fail: Callable[[SkippyError], None],
-        loop: asyncio.AbstractEventLoop,
-    ) -> None:
-        self._make = make
-        self._deliver = deliver
-        self._fail = fail
-        self._loop = loop
-        self._made: asyncio.Future[Connection | SkippyError] = loop.create_future()
-        self._ended: asyncio.Future[None] = loop.create_future()
-        self._connection: Connection | None = None
-        self.stopped = False
-        self._stopping = False  # the thread's own
-        # A daemon: a program that forgets to close the client ends all the same.
-        self._thread = threading.Thread(target=self._run, name="skippy-client", daemon=True)
-
-    async def start(self) -> None:
-        """Raises what making the connection raises."""
-        self._thread.start()
-        made = await self._made
-        if isinstance(made, SkippyError):
-            self._thread.join()
-            raise made
-        self._connection = made
-
-    @property
-    def connection(self) -> Connection:
-        """To be touched by posted calls only."""
-        assert self._connection is not None
-        return self._connection
-
-    def post(self, call: Callable[[], object]) -> None:
-        if not self.stopped and self._connection is not None:
-            self._connection.post(call)
-
-    async def stop(self) -> None:
-        self.post(self._stop)
-        self.stopped = True
-        await asyncio.shield(self._ended)
-        self._thread.join()
-
-    def tell(self, events: list[Event]) -> None:
-        self._call(self._deliver, events)
-
-    def _stop(self) -> None:
-        self._stopping = True
-
-    def _run(self) -> None:
-        try:
-            connection = self._make()
-        except SkippyError as error:
-            self._call(_settle, self._made, error)
-            return
-        self._call(_settle, self._made, connection)
-        try:
-            while not self._stopping:
-                events = connection.step()
-                if events:
-                    self.tell(events)
-        except BaseException as error:
-            self._call(self._fail, SkippyError(f"the client's thread failed: {error!r}"))
-            raise
-        finally:
-            connection.close()
-            self._call(_settle, self._ended, None)
-
-    def _call(self, call: Callable[..., object], *arguments: object) -> None:
-        # The event loop may have been closed without closing the client.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(call, *arguments)
-
-
-def _settle(future: asyncio.Future[_T], result: _T) -> None:
-    if not future.done():
-        future.set_result(result)
+async def _in_thread(call: Callable[[], _T]) -> _T:
+    """What ``call`` returns; it has come to its end in any case, so that nothing is undone under its hands."""
+    task = asyncio.ensure_future(asyncio.to_thread(call))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from skippy_zmq.client.requests import DEFAULT_MAX_TOKENS
+from skippy_zmq.client.saved_conversations import check_session_flags
 from skippy_zmq.errors import OptionError
 from skippy_zmq.runtime.options import StageOptions, add_arguments, from_arguments, read_config
 from skippy_zmq.wire.messages import SamplingParams
@@ -27,6 +28,9 @@ examples:
     python -m skippy_zmq.client --model m.gguf --split 10,20 --prompt "Once upon a time" --max-tokens 100
   for scripts:
     python -m skippy_zmq.client --connect 7700 --prompt-file question.txt --json | jq -r .text
+  keep a conversation, and go on with it later, in other processes or on other machines:
+    python -m skippy_zmq.client --connect 7700 --prompt "Once upon a time" --save-session tale
+    python -m skippy_zmq.client --connect 7700 --load-session tale --prompt " The next day" --save-session tale
   see what every stage is doing, once or every two seconds:
     python -m skippy_zmq.client --connect 7700 --stats
     python -m skippy_zmq.client --connect 7700 --watch 2
@@ -76,6 +80,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         raise OptionError(f"--timeout {arguments.timeout:g}: wanted more than 0 seconds")
     arguments.options = _stage_options(arguments)
     arguments.request = _request(arguments)
+    check_session_flags(arguments)
     _check_watch(arguments)
     if arguments.request and not arguments.max_tokens >= 1:
         raise OptionError(f"--max-tokens {arguments.max_tokens}: wanted at least 1")
@@ -92,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--connect", metavar="ENDPOINT", help="stage 0: tcp://host:port, host:port, port or ipc://path")
-    where.add_argument("--model", metavar="PATH", help="start local stages of this GGUF file, and stop them at the end")
+    where.add_argument("--model", metavar="PATH", help="start local stages of this model, and stop them at the end")
 
     local = parser.add_argument_group("local stages (with --model)")
     cut = local.add_mutually_exclusive_group()
@@ -114,6 +119,12 @@ def _parser() -> argparse.ArgumentParser:
     prompt.add_argument("--chat", metavar="TEXT", help="a question, put through the model's chat template")
     prompt.add_argument("--token-ids", metavar="1,2,3", help="tokens to continue, as they are")
     prompts.add_argument("--system", metavar="TEXT", help="system message to go with --chat")
+    prompts.add_argument(
+        "--load-session",
+        metavar="DIR",
+        help="go on with the conversation that --save-session saved there: the prompt is added to it; the same model, "
+        "build and cache types, in any split",
+    )
 
     output = parser.add_argument_group("answer")
     output.add_argument(
@@ -126,6 +137,12 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; may be repeated"
     )
+    output.add_argument(
+        "--save-session",
+        metavar="DIR",
+        help="save the conversation and its attention state there afterwards, in place of one saved there before",
+    )
+    output.add_argument("--no-progress", action="store_true", help="show no progress of loading and saving sessions")
     output.add_argument(
         "--timeout",
         type=float,
@@ -243,7 +260,8 @@ def _request(arguments: argparse.Namespace) -> dict[str, Any]:
     for name in ("prompt", "token_ids"):
         if getattr(arguments, name) is not None:
             return {name: getattr(arguments, name)}
-    if not arguments.stats and arguments.watch is None:
+    sessions = arguments.load_session is not None or arguments.save_session is not None
+    if not arguments.stats and arguments.watch is None and not sessions:
         raise OptionError("wanted a prompt: --prompt, --prompt-file, --chat or --token-ids (see --help)")
     return {}
 

@@ -5,20 +5,26 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+from skippy_zmq.client import transfers
 from skippy_zmq.client.connection import Connection
 from skippy_zmq.client.outcomes import Event, Finished, Opened, Outcome
 from skippy_zmq.client.requests import DEFAULT_MAX_TOKENS, GREEDY, Messages, check_timeout, generate_request
 from skippy_zmq.client.results import Chunk, Generation
 from skippy_zmq.client.stats import PipelineStats
+from skippy_zmq.client.transfers import Ask, Progress, Run, Stages, Step, Transfer
 from skippy_zmq.errors import OptionError, SkippyError
+from skippy_zmq.kv.page import KvPage
+from skippy_zmq.kv.session_manifest import SessionFacts
 from skippy_zmq.transport import Security
 from skippy_zmq.wire.messages import (
     Detokenize,
     Detokenized,
+    KvSessionReply,
     SamplingParams,
     StageFacts,
     Tokenize,
@@ -78,11 +84,15 @@ class Client:
         stop: str | Sequence[str] = (),
         timeout: float | None = None,
         logits: bool = False,
+        keep: bool = False,
+        session: str = "",
     ) -> Generation:
         """The whole answer to exactly one of ``prompt`` (text as it is), ``messages`` (a chat) and ``token_ids``.
 
         ``stop``: texts that end the answer. ``timeout``: seconds for everything, None for any time.
-        ``logits``: also return those that tokens were chosen by.
+        ``logits``: also return those that tokens were chosen by. ``keep``: have the stages keep the attention state of
+        prompt and answer, which Generation.session then names. ``session``: the name of a kept or imported state to
+        begin with, as far as its tokens begin the prompt; KvPageError where the stages do not have it.
         """
         with self.stream(
             prompt,
@@ -93,6 +103,8 @@ class Client:
             stop=stop,
             timeout=timeout,
             logits=logits,
+            keep=keep,
+            session=session,
         ) as stream:
             for _ in stream:
                 pass
@@ -109,6 +121,8 @@ class Client:
         stop: str | Sequence[str] = (),
         timeout: float | None = None,
         logits: bool = False,
+        keep: bool = False,
+        session: str = "",
     ) -> Stream:
         """The answer as it comes; parameters as for ``generate``."""
         self._connection.check_usable()
@@ -123,6 +137,8 @@ class Client:
             stop=stop,
             timeout=timeout,
             logits=logits,
+            keep=keep,
+            session=session,
         )
         self._conversation.submit(request, message, time.monotonic(), timeout=timeout)
         self._mailboxes[request] = deque()
@@ -149,6 +165,47 @@ class Client:
         request = self._new_request()
         self._connection.surveys.start(request, time.monotonic(), timeout)
         return self._answer(request, PipelineStats)
+
+    def export_session(
+        self,
+        name: str,
+        directory: str | Path,
+        *,
+        token_ids: Sequence[int] | None = None,
+        progress: Progress | None = None,
+    ) -> SessionFacts:
+        """Save a kept session into ``directory``, in place of one saved there before; all of it or nothing.
+
+        ``token_ids``: the conversation's, where they go on after those whose state is kept. ``progress`` is called with
+        the number of pages done and that of all. Raises KvPageError where the stages do not have it (any more), where a
+        page is damaged and where the directory holds something else.
+        """
+        return self._transfer(transfers.export_session(name, Path(directory), token_ids, progress))
+
+    def export_pages(
+        self, name: str, take: Callable[[KvPage], object], *, progress: Progress | None = None
+    ) -> KvSessionReply:
+        """Give ``take`` each page of a kept session from each stage, verified, and return its tokens."""
+        return self._transfer(transfers.export_pages(name, take, progress))
+
+    def import_session(self, directory: str | Path, *, progress: Progress | None = None) -> str:
+        """Send a saved session to the stages, in whatever split they are, and return its name for ``generate``.
+
+        It is this client's alone and gone when the stages make room or the client is closed. Raises KvPageError, saying
+        what does not fit: another model, build, cache type or page size, a damaged file.
+        """
+        return self._transfer(transfers.import_session(Path(directory), progress))
+
+    def import_pages(
+        self,
+        token_ids: Sequence[int],
+        n_prompt: int,
+        pages: Callable[[StageFacts], Iterable[KvPage]],
+        *,
+        progress: Progress | None = None,
+    ) -> str:
+        """Send each stage its ``pages``, first tokens first, and return the session's name. See KvSessionReply."""
+        return self._transfer(transfers.import_pages(token_ids, n_prompt, pages, progress))
 
     def idle(self, seconds: float) -> None:
         """Keep the connections up meanwhile: what arrives is taken in, lost ones are dialled again."""
@@ -203,6 +260,48 @@ class Client:
 
     def _new_request(self) -> str:
         return f"r{next(self._ids)}"
+
+    def _transfer(self, steps: Transfer[_T]) -> _T:
+        under_way: list[str] = []
+        answer: object = None
+        try:
+            while True:
+                try:
+                    step = steps.throw(answer) if isinstance(answer, BaseException) else steps.send(answer)
+                except StopIteration as stop:
+                    result: _T = stop.value
+                    return result
+                try:
+                    answer = self._carry_out(step, under_way)
+                except SkippyError as error:
+                    answer = error
+        finally:
+            steps.close()
+            for request in under_way:
+                self._forget(request)
+
+    def _carry_out(self, step: Step, under_way: list[str]) -> object:
+        if isinstance(step, Stages):
+            return self.stages
+        if isinstance(step, Run):
+            return step.call()
+        if isinstance(step, Ask):
+            request = self._new_request()
+            payloads = () if step.payload is None else (step.payload,)
+            message = step.make(request)
+            self._conversation.submit(
+                request, message, time.monotonic(), payloads=payloads, timeout=step.seconds, to=step.to
+            )
+            self._mailboxes[request] = deque()
+            under_way.append(request)
+            self._connection.flush()
+            return request
+        while True:
+            for request in under_way:
+                if self._mailboxes[request]:
+                    under_way.remove(request)
+                    return request, self._mailboxes.pop(request).popleft()
+            self._sort(self._connection.step())
 
     def _ask(self, message: Tokenize | Detokenize, request: str, kind: type[_T]) -> _T:
         self._conversation.submit(request, message, time.monotonic())

@@ -21,6 +21,8 @@ def generation_values(generation: Generation) -> dict[str, Any]:
         "text": generation.text,
         "token_ids": generation.token_ids,
         "prompt_token_ids": generation.prompt_token_ids,
+        "reused_tokens": generation.reused_tokens,
+        "session": generation.session,
         "finish_reason": generation.finish_reason,
         "timings": dataclasses.asdict(generation.timings),
         "stages": [_generation_stage(facts) for facts in generation.stages],

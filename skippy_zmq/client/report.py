@@ -35,7 +35,8 @@ def answer_line(generation: Generation) -> str:
     """Sizes, speed and the time to the first token, in one line."""
     timings = generation.timings
     parts = [
-        f"{len(generation.prompt_token_ids)} prompt tokens",
+        f"{len(generation.prompt_token_ids)} prompt tokens"
+        + (f" ({generation.reused_tokens} reused)" if generation.reused_tokens else ""),
         f"{len(generation.token_ids)} generated ({generation.finish_reason})",
         f"first token after {timings.ttft_ms:.0f} ms",
     ]

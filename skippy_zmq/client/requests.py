@@ -25,6 +25,8 @@ def generate_request(
     stop: str | Sequence[str],
     timeout: float | None,
     logits: bool = False,
+    keep: bool = False,
+    session: str = "",
 ) -> Generate:
     """The message; what its fields hold is checked when it is encoded. Raises RequestError."""
     return Generate(
@@ -37,6 +39,8 @@ def generate_request(
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         timeout_ms=0 if timeout is None else math.ceil(check_timeout(timeout) * 1000),
         logits=logits,
+        keep=keep,
+        session=session,
     )
 
 

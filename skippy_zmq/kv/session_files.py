@@ -18,13 +18,13 @@ from types import TracebackType
 from typing import BinaryIO
 
 from skippy_zmq.errors import KvPageError
-from skippy_zmq.kv.chain import TokenLinks
 from skippy_zmq.kv.checks import check_integer, shown
 from skippy_zmq.kv.descriptor import PageFacts, check_fits
 from skippy_zmq.kv.layout import LayerRows
 from skippy_zmq.kv.limits import MAX_MANIFEST_BYTES, MAX_PAGE_TOKENS, MAX_SESSION_FILES
 from skippy_zmq.kv.page import KvPage, join
 from skippy_zmq.kv.page_file import open_regular, read_page, write_page
+from skippy_zmq.kv.session_chain import SessionLinks
 from skippy_zmq.kv.session_manifest import (
     FILE_NAME,
     MANIFEST,
@@ -51,7 +51,7 @@ class SessionWriter:
     def __init__(self, directory: Path, facts: SessionFacts) -> None:
         self.directory = directory
         self.facts = facts
-        self._links = TokenLinks(facts.tokens, facts.page_tokens)
+        self._links = SessionLinks(facts.tokens, facts.page_tokens, facts.n_prompt)
         self._nonce = secrets.token_hex(4)
         self._layers: dict[int, LayerRows] = {}
         self._files: list[SessionFile] = []
@@ -162,7 +162,7 @@ class SavedSession:
             for entry in self.manifest.files:
                 self._open(entry).close()
         facts = self.manifest.facts
-        self._links = TokenLinks(facts.tokens, facts.page_tokens)
+        self._links = SessionLinks(facts.tokens, facts.page_tokens, facts.n_prompt)
 
     @property
     def facts(self) -> SessionFacts:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from skippy_zmq.errors import KvPageError
-from skippy_zmq.kv.chain import TokenLinks
 from skippy_zmq.kv.checks import check_binary, check_integer, check_text, refused, shown
 from skippy_zmq.kv.descriptor import CHECKSUM_BYTES, layers_from_arrays, layers_to_arrays
 from skippy_zmq.kv.layout import LayerRows
@@ -26,6 +25,7 @@ from skippy_zmq.kv.limits import (
     MAX_SESSION_TOKENS,
     MAX_TOKEN_ID,
 )
+from skippy_zmq.kv.session_chain import SessionLinks
 from skippy_zmq.topology import LayerRange
 
 MANIFEST = "session.json"
@@ -33,7 +33,20 @@ KIND = "skippy-zmq session"
 OPENING = f'{{"kind": "{KIND}"'.encode()  # what every manifest begins with
 FILE_NAME = re.compile(r"layers-[0-9]{4}-[0-9]{4}\.tokens-[0-9]{10}-[0-9]{10}\.[0-9a-f]{8}\.safetensors")
 _KEYS = frozenset(
-    ("kind", "format", "name", "model", "build", "n_ctx", "page_tokens", "link_after", "n_cached", "layers", "files")
+    (
+        "kind",
+        "format",
+        "name",
+        "model",
+        "build",
+        "n_ctx",
+        "page_tokens",
+        "n_prompt",
+        "link_after",
+        "n_cached",
+        "layers",
+        "files",
+    )
 ) | {"tokens", "extra", "checksum"}
 _FILE_KEYS = frozenset(["name", "bytes", "sha256", "layer_start", "layer_end", "first", "end"])
 
@@ -43,7 +56,9 @@ class SessionFacts:
     """What a session is, apart from its attention state.
 
     ``tokens`` may go on where the state ends: a sampled token that no stage has run yet. ``extra`` is kept for others
-    as it is: values that JSON has, at most ``limits.MAX_OPAQUE_BYTES`` of it. Raises KvPageError.
+    as it is: values that JSON has, at most ``limits.MAX_OPAQUE_BYTES`` of it. ``n_prompt``: full pages within so many
+    tokens have the plain chain's links, all others a kept session's; None: all have the plain chain's. Raises
+    KvPageError.
     """
 
     name: str
@@ -53,6 +68,7 @@ class SessionFacts:
     n_ctx: int
     page_tokens: int
     extra: Mapping[str, Any]
+    n_prompt: int | None = None
 
     def __post_init__(self) -> None:
         for field in ("name", "model", "build"):
@@ -64,6 +80,8 @@ class SessionFacts:
                 raise refused(f"{MANIFEST}: tokens", f"ids of 0..{MAX_TOKEN_ID}", token)
         check_integer(f"{MANIFEST}: n_ctx", self.n_ctx, 1, MAX_POSITION)
         check_integer(f"{MANIFEST}: page_tokens", self.page_tokens, 1, MAX_PAGE_TOKENS)
+        if self.n_prompt is not None:
+            check_integer(f"{MANIFEST}: n_prompt", self.n_prompt, 1, len(self.tokens))
         if not isinstance(self.extra, Mapping):
             raise refused(f"{MANIFEST}: extra", "a JSON object", self.extra)
         try:
@@ -132,7 +150,8 @@ def encode_manifest(manifest: SessionManifest) -> bytes:
         "build": facts.build,
         "n_ctx": facts.n_ctx,
         "page_tokens": facts.page_tokens,
-        "link_after": TokenLinks(facts.tokens, facts.page_tokens).at(manifest.n_cached).hex(),
+        "n_prompt": facts.n_prompt,
+        "link_after": SessionLinks(facts.tokens, facts.page_tokens, facts.n_prompt).at(manifest.n_cached).hex(),
         "n_cached": manifest.n_cached,
         "layers": layers_to_arrays(manifest.layers),
         "files": [
@@ -179,6 +198,7 @@ def decode_manifest(data: bytes) -> SessionManifest:
         n_ctx=values["n_ctx"],
         page_tokens=values["page_tokens"],
         extra=values["extra"],
+        n_prompt=values["n_prompt"],
     )
     manifest = SessionManifest(
         facts=facts,

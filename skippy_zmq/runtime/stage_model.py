@@ -68,29 +68,7 @@ class StageModel:
                 f"ctx_size {options.ctx_size or source.context_length}: {source.path.name} has positions for at most "
                 f"{n_positions} tokens"
             )
-        index = {path: number for number, path in enumerate(source.files)}
-        try:
-            self.native_model = _native.StageModel(
-                (layers.start, layers.end, source.n_layers, source.n_blocks),
-                [(t.name, t.type, t.nbytes, index[t.path], t.offset) for t in source.tensors],
-                [str(path) for path in source.files],
-                progress,
-                devices=list(options.device),
-                n_gpu_layers=options.n_gpu_layers,
-                main_gpu=options.main_gpu,
-                split_mode=options.split_mode,
-                tensor_split=list(options.tensor_split),
-                mmap=options.mmap,
-                mlock=options.mlock,
-                direct_io=options.direct_io,
-                repack=options.repack,
-                check_tensors=options.check_tensors,
-                no_host_buffer=not options.host_buffer,
-            )
-        except ValueError as error:
-            raise OptionError(str(error)) from None
-        except RuntimeError as error:
-            raise ModelFileError(f"{source.path}: {error}") from None
+        self.native_model = self._open(progress)
         try:
             self.native_context = _native.StageContext(
                 self.native_model,
@@ -110,6 +88,51 @@ class StageModel:
             )
         except RuntimeError as error:
             raise OptionError(f"{source.path}: layers {layers}: {error}") from None
+
+    def _open(self, progress: Callable[[float], object] | None) -> _native.StageModel:
+        source, options, layers = self.source, self.options, self.layers
+        index = {path: number for number, path in enumerate(source.files)}
+        loading_from = 0.0
+
+        def checking(done: float) -> None:  # only where the source reads its files itself before llama.cpp does
+            nonlocal loading_from
+            loading_from = 0.5
+            if progress is not None:
+                progress(done / 2)
+
+        def loading(done: float) -> None:
+            if progress is not None:
+                progress(loading_from + done * (1 - loading_from))
+
+        with source.stage_files(layers, checking) as files:
+            try:
+                native_model = _native.StageModel(
+                    (layers.start, layers.end, source.n_layers, source.n_blocks),
+                    [(t.name, t.type, t.nbytes, index[t.path], t.offset) for t in source.tensors],
+                    list(files.paths),
+                    loading if progress is not None else None,
+                    devices=list(options.device),
+                    n_gpu_layers=options.n_gpu_layers,
+                    main_gpu=options.main_gpu,
+                    split_mode=options.split_mode,
+                    tensor_split=list(options.tensor_split),
+                    mmap=options.mmap,
+                    mlock=options.mlock,
+                    direct_io=options.direct_io,
+                    repack=options.repack,
+                    check_tensors=options.check_tensors,
+                    no_host_buffer=not options.host_buffer,
+                )
+            except ValueError as error:
+                raise OptionError(str(error)) from None
+            except RuntimeError as error:
+                raise ModelFileError(f"{source.path}: {files.readable(str(error))}") from None
+        if files.own_bytes not in (None, native_model.own_bytes):  # it would compute with bytes that are not there
+            raise NativeError(
+                f"{source.path}: layers {layers}: wanted {files.own_bytes} bytes of weights, "
+                f"the native side {native_model.own_bytes}"
+            )
+        return native_model
 
     @property
     def is_first(self) -> bool:
@@ -150,6 +173,14 @@ class StageModel:
     def kv_refusal(self) -> str:
         """Why lanes of this stage have no pages; empty where they have."""
         return self.native_context.kv_refusal
+
+    @property
+    def kv_rope_factors(self) -> str:
+        """ "long" or "short" where the size of the context selects one of two sets of rotary factors, else "".
+
+        Pages of one do not fit a context with the other.
+        """
+        return self.native_context.kv_rope_factors
 
     def export_kv(self, lane: int, first: int, end: int) -> kv_pages.Payload:
         """The payload of a page of tokens [first, end) of ``lane``; raise KvPageError where there is none."""

@@ -10,7 +10,7 @@ import itertools
 import os
 import stat
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -185,11 +185,17 @@ def parse_header(path: Path) -> GgufHeader:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise ModelFileError(f"{path}: wanted a regular file")
-        return _parse(_Reader(path, descriptor, status.st_size))
-    except OSError as error:
-        raise ModelFileError(f"{path}: cannot read model file: {error.strerror}") from None
+        return parse_open_header(descriptor, path)
     finally:
         os.close(descriptor)
+
+
+def parse_open_header(descriptor: int, path: Path) -> GgufHeader:
+    """``parse_header`` for a regular file that is open already; ``path`` is what messages call it."""
+    try:
+        return _parse(_Reader(path, descriptor, os.fstat(descriptor).st_size))
+    except OSError as error:
+        raise ModelFileError(f"{path}: cannot read model file: {error.strerror}") from None
 
 
 def _parse(reader: _Reader) -> GgufHeader:
@@ -292,26 +298,29 @@ def _read_tensor_table(reader: _Reader, n_tensors: int) -> tuple[dict[str, _Tens
             raise reader.fail(f"{what}: wanted 1 to {MAX_DIMENSIONS} dimensions, got {n_dimensions}")
         shape = tuple(reader.u64(what) for _ in range(n_dimensions))
         number = reader.u32(what)
-        nbytes = _tensor_bytes(reader, what, number, shape)
+        nbytes = tensor_bytes(reader.fail, what, number, shape)
         tensors[name] = _Tensor(number, shape, nbytes, reader.u64(what))
     return tensors, reader.position
 
 
-def _tensor_bytes(reader: _Reader, what: str, number: int, shape: tuple[int, ...]) -> int:
+def tensor_bytes(fail: Callable[[str], ModelFileError], what: str, number: int, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor of type ``number``; raises what ``fail`` makes of a message where none can be so."""
+    if not 1 <= len(shape) <= MAX_DIMENSIONS:
+        raise fail(f"{what}: wanted 1 to {MAX_DIMENSIONS} dimensions, got {len(shape)}")
     n_elements = 1
     for extent in shape:
         if not 1 <= extent <= _INT64_MAX:
-            raise reader.fail(f"{what}: wanted dimensions of 1 to {_INT64_MAX}, got {extent}")
+            raise fail(f"{what}: wanted dimensions of 1 to {_INT64_MAX}, got {extent}")
         n_elements *= extent
     if n_elements > _INT64_MAX:
-        raise reader.fail(f"{what}: shape {list(shape)} has {n_elements} elements, wanted at most {_INT64_MAX}")
+        raise fail(f"{what}: shape {list(shape)} has {n_elements} elements, wanted at most {_INT64_MAX}")
     if number in REMOVED_TYPES:
-        raise reader.fail(f"{what}: wanted a tensor type still in use, got the removed {REMOVED_TYPES[number]}")
+        raise fail(f"{what}: wanted a tensor type still in use, got the removed {REMOVED_TYPES[number]}")
     known = TENSOR_TYPES.get(number)
     if known is None:
-        raise reader.fail(f"{what}: wanted a known tensor type, got {number}")
+        raise fail(f"{what}: wanted a known tensor type, got {number}")
     if shape[0] % known.block:
-        raise reader.fail(
+        raise fail(
             f"{what}: rows of type {type_name(number)} must be a multiple of {known.block} elements, got {shape[0]}"
         )
     return known.row_bytes(n_elements)

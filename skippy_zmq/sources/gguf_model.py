@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
-from skippy_zmq.errors import ModelFileError
+from skippy_zmq.errors import ModelFileError, OptionError
 from skippy_zmq.sources import architectures
 from skippy_zmq.sources.gguf_header import GgufHeader, TensorInfo
 from skippy_zmq.sources.gguf_hyperparameters import check_hyperparameters
@@ -17,6 +20,12 @@ from skippy_zmq.sources.gguf_shards import open_shards
 from skippy_zmq.sources.gguf_tensors import check_tensors
 from skippy_zmq.sources.gguf_values import ARRAY, STRING, U32, U64, shown, type_text
 from skippy_zmq.sources.gguf_vocabulary import check_vocabulary
+from skippy_zmq.sources.stage_files import StageFiles
+from skippy_zmq.topology import LayerRange
+
+# In a file that `package compose --layers` made: whose bytes it holds, and the identity of the whole model.
+HELD_LAYERS_KEY = "skippy_zmq.stage.layers"
+WHOLE_IDENTITY_KEY = "skippy_zmq.stage.identity"
 
 _SAMPLE_BYTES = 256
 _BLOCK_BYTES = 4 * 1024 * 1024
@@ -30,7 +39,8 @@ class GgufModel:
 
     ``metadata`` holds the scalars; ``array`` decodes an array. ``n_blocks`` counts all blocks, ``n_layers`` those a
     pipeline runs (without the blocks that only predict further tokens). ``n_positions``: the positions of a learned
-    position table, None without one; running past it aborts llama.cpp.
+    position table, None without one; running past it aborts llama.cpp. ``held_layers``: the only layers whose bytes the
+    file holds, None where it holds all.
     """
 
     path: Path
@@ -46,7 +56,18 @@ class GgufModel:
     n_positions: int | None
     tied_output: bool
     chat_template: str | None
+    held_layers: LayerRange | None
     _first: GgufHeader
+
+    @property
+    def header(self) -> GgufHeader:
+        """The header of the only or first file."""
+        return self._first
+
+    @property
+    def alignment(self) -> int:
+        """Of the tensors in a file that holds the whole model."""
+        return self._first.alignment
 
     def array(self, key: str) -> list[int] | list[float] | list[bool] | list[str]:
         """The elements of the metadata array ``key``; raise KeyError when it is absent or a scalar."""
@@ -55,8 +76,14 @@ class GgufModel:
     def identity(self) -> str:
         """Hex SHA-256 of metadata, tensor table and sampled bytes of every tensor; equal for a file and its shards.
 
-        Reads 768 bytes per tensor, whatever the size of the model.
+        Reads 768 bytes per tensor, whatever the size of the model. A file that holds a stage only states it.
         """
+        if self.held_layers is not None:
+            return str(self.metadata[WHOLE_IDENTITY_KEY])
+        return self.sampled_identity()
+
+    def sampled_identity(self) -> str:
+        """``identity``, always computed from the bytes."""
         digest = self._table_digest(_IDENTITY_FORMAT)
         for descriptor, tensor in self._open_tensors():
             for start, length in _samples(tensor.nbytes):
@@ -64,12 +91,34 @@ class GgufModel:
         return digest.hexdigest()
 
     def full_hash(self) -> str:
-        """Hex SHA-256 of metadata, tensor table and every byte of every tensor; equal for a file and its shards."""
+        """Hex SHA-256 of metadata, tensor table and every byte of every tensor; equal for a file and its shards.
+
+        Raises ModelFileError where bytes are not there.
+        """
+        if self.held_layers is not None:
+            raise ModelFileError(f"{self.path}: holds layers {self.held_layers} only; wanted the whole model")
         digest = self._table_digest(_FULL_FORMAT)
         for descriptor, tensor in self._open_tensors():
             for start in range(0, tensor.nbytes, _BLOCK_BYTES):
                 digest.update(_read(descriptor, tensor, start, min(_BLOCK_BYTES, tensor.nbytes - start)))
         return digest.hexdigest()
+
+    @contextlib.contextmanager
+    def stage_files(
+        self, layers: LayerRange, progress: Callable[[float], object] | None = None
+    ) -> Iterator[StageFiles]:
+        """The files that llama.cpp is to open for a stage; valid within the context.
+
+        Raises OptionError where this source does not hold ``layers``. ``progress``: called with 0.0 to 1.0 where
+        something has to be read before.
+        """
+        held = self.held_layers
+        if held is not None and not held.start <= layers.start < layers.end <= held.end:
+            raise OptionError(
+                f"layers {layers}: {self.path} holds the bytes of layers {held} only; compose a file for {layers}, "
+                "or give the package itself"
+            )
+        yield StageFiles(tuple(map(str, self.files)))
 
     def _table_digest(self, format_name: bytes) -> hashlib._Hash:
         digest = hashlib.sha256(format_name)
@@ -107,33 +156,54 @@ def open_model(path: str | Path) -> GgufModel:
     """
     path = Path(path)
     headers = open_shards(path)
-    first = headers[0]
-    architecture = _architecture(first)
-    hyperparameters = check_hyperparameters(first, architecture)
     tensors = tuple(tensor for header in headers for tensor in header.tensors)
+    return GgufModel(**model_fields(path, tuple(header.path for header in headers), headers[0], tensors))
+
+
+def model_fields(
+    path: Path, files: tuple[Path, ...], first: GgufHeader, tensors: tuple[TensorInfo, ...]
+) -> dict[str, Any]:
+    """The fields of a GgufModel with this metadata and tensor table, all checked; raise ModelFileError."""
+    architecture = check_architecture(first)
+    hyperparameters = check_hyperparameters(first, architecture)
     check_tensors(path, tensors, architecture, hyperparameters.n_blocks, hyperparameters.n_layers)
     n_vocab = check_vocabulary(first)
     by_name = {tensor.name: tensor for tensor in tensors}
     positions = by_name.get("position_embd.weight")
-    return GgufModel(
-        path=path,
-        files=tuple(header.path for header in headers),
-        metadata=MappingProxyType(_scalars(first)),
-        tensors=tensors,
-        architecture=architecture,
-        n_blocks=hyperparameters.n_blocks,
-        n_layers=hyperparameters.n_layers,
-        n_vocab=n_vocab,
-        embedding_length=hyperparameters.embedding_length,
-        context_length=hyperparameters.context_length,
-        n_positions=None if positions is None or len(positions.shape) < 2 else positions.shape[1],
-        tied_output="output.weight" not in by_name,
-        chat_template=_chat_template(first),
-        _first=first,
-    )
+    return {
+        "path": path,
+        "files": files,
+        "metadata": MappingProxyType(_scalars(first)),
+        "tensors": tensors,
+        "architecture": architecture,
+        "n_blocks": hyperparameters.n_blocks,
+        "n_layers": hyperparameters.n_layers,
+        "n_vocab": n_vocab,
+        "embedding_length": hyperparameters.embedding_length,
+        "context_length": hyperparameters.context_length,
+        "n_positions": None if positions is None or len(positions.shape) < 2 else positions.shape[1],
+        "tied_output": "output.weight" not in by_name,
+        "chat_template": _chat_template(first),
+        "held_layers": _held_layers(first, hyperparameters.n_layers),
+        "_first": first,
+    }
 
 
-def _architecture(header: GgufHeader) -> str:
+def _held_layers(first: GgufHeader, n_layers: int) -> LayerRange | None:
+    """None where the file does not say that it holds a stage only."""
+    if HELD_LAYERS_KEY not in first.values and WHOLE_IDENTITY_KEY not in first.values:
+        return None
+    layers, identity = first.scalar(HELD_LAYERS_KEY), first.scalar(WHOLE_IDENTITY_KEY)
+    if not isinstance(identity, str) or not re.fullmatch("[0-9a-f]{64}", identity):
+        raise ModelFileError(f"{first.path}: {WHOLE_IDENTITY_KEY}: wanted the identity of the whole model in hex")
+    try:
+        return LayerRange.parse(layers if isinstance(layers, str) else "").within(n_layers)
+    except OptionError as error:
+        raise ModelFileError(f"{first.path}: {HELD_LAYERS_KEY}: {error}") from None
+
+
+def check_architecture(header: GgufHeader) -> str:
+    """The architecture that a header names; raise ModelFileError for one that cannot run in stages."""
     key = "general.architecture"
     value = header.values.get(key)
     if value is None:

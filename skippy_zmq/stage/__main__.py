@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 def _serve(config: StageConfig) -> None:
     from skippy_zmq.runtime.row_class_cache import stage_row_class
     from skippy_zmq.runtime.stage_model import StageModel  # loads llama.cpp
-    from skippy_zmq.sources.gguf_model import open_model
+    from skippy_zmq.sources.models import open_model
     from skippy_zmq.stage.engine import Stage
     from skippy_zmq.stage.pages import LanePages
     from skippy_zmq.transport import Endpoint, Link, Loop, Server, SocketFactory, SocketLimits, boot_nonce, routing_id

@@ -25,7 +25,7 @@ from skippy_zmq.runtime.options import StageOptions
 from skippy_zmq.runtime.stage_model import LLAMA_CPP_BUILD, StageModel, Tokens
 from skippy_zmq.schedule.chunks import CHUNK_STEP
 from skippy_zmq.wire import messages as wire
-from skippy_zmq.wire.limits import LINK_BYTES
+from skippy_zmq.wire.limits import LINK_BYTES, MAX_LANES
 
 log = logging.getLogger("skippy_zmq.stage")
 
@@ -81,7 +81,9 @@ class LanePages:
             self.why_not = f"layers {model.layers} have no attention state"
         else:
             self.page_tokens = options.kv_page_tokens
-            facts = PageFacts(identity, LLAMA_CPP_BUILD, model.kv_layers)
+            # On some models the context's size decides which rotary factors a key was turned by.
+            rope = f", {model.kv_rope_factors} rope factors" if model.kv_rope_factors else ""
+            facts = PageFacts(identity, LLAMA_CPP_BUILD + rope, model.kv_layers)
             self._store = PageStore(
                 facts,
                 options.kv_cache_bytes,
@@ -214,6 +216,9 @@ class LanePages:
         """How many pages of ``links``, at most ``most``, are here; they stay until the session opens or ends."""
         if self.page_tokens == 0:
             return 0
+        self.end(session)
+        while len(self._found) >= MAX_LANES:  # more than can ever begin: whoever asked first has forgotten to
+            self.end(next(iter(self._found)))
         wanted = [links[at : at + LINK_BYTES] for at in range(0, most * LINK_BYTES, LINK_BYTES)]
         if owner:
             pages = self._imported.leading(owner, wanted)

@@ -297,6 +297,7 @@ void bind_context(nb::module_ &m) {
         .def("forget_trials", &StageContext::forget_trials, nb::call_guard<nb::gil_scoped_release>(),
              "Empty every lane and leave no trace of trials.")
         .def_prop_ro("kv_refusal", [](const StageContext &self) { return self.pages().refusal(); })
+        .def_prop_ro("kv_rope_factors", [](const StageContext &self) { return self.pages().rope_factors(); })
         .def_prop_ro(
             "kv_layers",
             [](const StageContext &self) {

@@ -15,8 +15,8 @@ namespace {
 class SparseBytes {
   public:
     explicit SparseBytes(size_t size)
-        : size_(std::max<size_t>(size, 1)), data_(mmap(nullptr, size_, PROT_READ | PROT_WRITE,
-                                                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)) {
+        : size_(std::max<size_t>(size, 1)),
+          data_(mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)) {
         if (data_ == MAP_FAILED) {
             throw std::runtime_error("no address space for " + std::to_string(size) + " bytes");
         }
@@ -39,38 +39,61 @@ std::string architecture(const llama_model *model) {
     return std::string("architecture '") + name + "'";
 }
 
-// Is no float of n infinite or not a number? Its exponent would be all ones. Floats stand `stride` bytes apart.
-template <typename Bits> bool all_finite(const uint8_t *data, size_t n, Bits exponent, size_t stride = sizeof(Bits)) {
+// ggml_validate_row_data looks at values too, but takes three times as long as copying them.
+constexpr uint16_t half_exponent = 0x7c00, brain_exponent = 0x7f80; // all ones: infinite or not a number
+constexpr uint32_t single_exponent = 0x7f800000;
+
+// Copies floats; false where one is not finite. One pass, so that reading and writing overlap. Payloads need not be
+// aligned.
+template <typename Bits>
+bool copy_finite(uint8_t *__restrict to, const uint8_t *__restrict from, size_t size, Bits exponent) {
     Bits found = 0;
-    for (size_t i = 0; i < n; ++i) {
+    for (size_t at = 0; at < size; at += sizeof(Bits)) {
         Bits bits;
-        std::memcpy(&bits, data + i * stride, sizeof(bits)); // payloads need not be aligned
+        std::memcpy(&bits, from + at, sizeof(bits));
         found = static_cast<Bits>(found | static_cast<Bits>((bits & exponent) == exponent));
+        std::memcpy(to + at, &bits, sizeof(bits));
     }
     return found == 0;
 }
 
-// ggml_validate_row_data says the same, but takes three times as long as copying.
-bool holds_numbers(ggml_type type, const uint8_t *data, size_t size) {
-    constexpr uint16_t half = 0x7c00, brain = 0x7f80;
-    const size_t block = ggml_type_size(type), n = size / block;
+// Copies blocks of whole numbers behind `n_scales` halves.
+bool copy_finite_scales(uint8_t *to, const uint8_t *from, size_t size, size_t block, size_t n_scales) {
+    const size_t piece = 128 * block; // stays in the nearest cache between looking and copying
+    bool finite = true;
+    for (size_t at = 0; at < size; at += piece) {
+        const size_t length = std::min(piece, size - at);
+        for (size_t i = 0; i < length; i += block) {
+            for (size_t scale = 0; scale < n_scales; ++scale) {
+                uint16_t bits;
+                std::memcpy(&bits, from + at + i + scale * sizeof(bits), sizeof(bits));
+                finite = finite && (bits & half_exponent) != half_exponent;
+            }
+        }
+        std::memcpy(to + at, from + at, length);
+    }
+    return finite;
+}
+
+bool copy_numbers(ggml_type type, uint8_t *to, const uint8_t *from, size_t size) {
     switch (type) {
     case GGML_TYPE_F32:
-        return all_finite<uint32_t>(data, n, 0x7f800000);
+        return copy_finite(to, from, size, single_exponent);
     case GGML_TYPE_F16:
-        return all_finite(data, n, half);
+        return copy_finite(to, from, size, half_exponent);
     case GGML_TYPE_BF16:
-        return all_finite(data, n, brain);
-    case GGML_TYPE_Q8_0: // a scale in front of whole numbers
+        return copy_finite(to, from, size, brain_exponent);
+    case GGML_TYPE_Q8_0:
     case GGML_TYPE_Q4_0:
     case GGML_TYPE_Q5_0:
     case GGML_TYPE_IQ4_NL:
-        return all_finite(data, n, half, block);
+        return copy_finite_scales(to, from, size, ggml_type_size(type), 1);
     case GGML_TYPE_Q4_1: // a scale and a least value
     case GGML_TYPE_Q5_1:
-        return all_finite(data, n, half, block) && all_finite(data + sizeof(half), n, half, block);
+        return copy_finite_scales(to, from, size, ggml_type_size(type), 2);
     default:
-        return ggml_validate_row_data(type, data, size);
+        std::memcpy(to, from, size);
+        return ggml_validate_row_data(type, from, size);
     }
 }
 
@@ -97,6 +120,13 @@ template <typename Copy> void for_each_run(const KvBlock &block, int lane, size_
 void KvPages::note(ggml_cgraph *graph) {
     for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
         const ggml_tensor *root = ggml_graph_node(graph, i);
+        if (root->op == GGML_OP_ROPE && root->src[2] != nullptr) {
+            for (const char *set : {"long", "short"}) {
+                if (std::strstr(root->src[2]->name, (std::string("rope_factors_") + set).c_str()) != nullptr) {
+                    rope_factors_ = set;
+                }
+            }
+        }
         while (root->view_src != nullptr) {
             root = root->view_src;
         }
@@ -210,21 +240,26 @@ void KvPages::write(int lane, int first, const KvPayload &payload) const {
     const auto to = static_cast<size_t>(first), n = static_cast<size_t>(payload.n_tokens);
     const uint8_t *from = payload.data;
     for (const KvBlock &block : own_) {
-        // Attention multiplies even the cells it masks, a later session's on this lane too: by zero, which makes no
-        // number of what is none.
-        if (!holds_numbers(block.tensor->type, from, n * block.row_bytes)) {
+        uint8_t *rows = host_rows(block);
+        std::vector<uint8_t> checked(rows == nullptr ? n * block.row_bytes : 0);
+        bool are_numbers = true;
+        for_each_run(block, lane, to, n, [&](size_t in_tensor, size_t in_page, size_t size) {
+            uint8_t *place = rows != nullptr ? rows + in_tensor : checked.data() + in_page;
+            are_numbers = copy_numbers(block.tensor->type, place, from + in_page, size) && are_numbers;
+            if (rows == nullptr && are_numbers) {
+                ggml_backend_tensor_set(block.tensor, place, in_tensor, size);
+            }
+        });
+        if (!are_numbers) {
+            // Attention multiplies even the cells it masks, a later session's on this lane too: by zero, which makes no
+            // number of what is none.
+            for_each_run(block, lane, to, n, [&](size_t in_tensor, size_t, size_t size) {
+                ggml_backend_tensor_memset(block.tensor, 0, in_tensor, size);
+            });
             throw std::invalid_argument("layer " + std::to_string(block.layer) + ": " +
                                         (block.is_v ? "values" : "keys") + " of tokens " + std::to_string(first) +
                                         " to " + std::to_string(first + payload.n_tokens) + " are not finite numbers");
         }
-        uint8_t *rows = host_rows(block);
-        for_each_run(block, lane, to, n, [&](size_t in_tensor, size_t in_page, size_t size) {
-            if (rows != nullptr) {
-                std::memcpy(rows + in_tensor, from + in_page, size);
-            } else {
-                ggml_backend_tensor_set(block.tensor, from + in_page, in_tensor, size);
-            }
-        });
         from += n * block.row_bytes;
     }
 }

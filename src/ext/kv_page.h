@@ -33,7 +33,7 @@ struct KvPayload {
 
 class KvPages {
   public:
-    // Notes the caches that a graph of this stage writes to.
+    // Notes the caches that a graph of this stage writes to, and what it rotates keys with.
     void note(ggml_cgraph *graph);
     // Learns how the state is kept from lane 0, which holds token 0 at position 0 and nothing else.
     void learn(llama_context *context, const StageModel &model, int lanes, int n_ctx);
@@ -44,6 +44,9 @@ class KvPages {
 
     // "" or why there are no pages.
     const std::string &refusal() const { return refusal_; }
+    // Some models have two sets of factors for rotary positions, of which the size of the context selects one for good:
+    // "long" or "short"; else "". Keys that were rotated with one are wrong with the other.
+    const std::string &rope_factors() const { return rope_factors_; }
     const std::vector<KvLayerRows> &layers() const { return layers_; }
     uint64_t token_bytes() const { return token_bytes_; }
 
@@ -53,8 +56,8 @@ class KvPages {
     // Lets a lane that holds nothing hold `n_tokens` tokens, whatever its cells contain. False where llama.cpp did not
     // put them into the lane's first cells.
     bool claim(llama_context *context, int lane, int n_tokens) const;
-    // Writes tokens from `first` on. Throws std::invalid_argument at a block that holds no numbers; it and those behind
-    // it are then not written.
+    // Writes tokens from `first` on. Throws std::invalid_argument at a block that holds no numbers: zeros stand in its
+    // place then, and what is behind it is not written.
     void write(int lane, int first, const KvPayload &payload) const;
 
   private:
@@ -63,7 +66,7 @@ class KvPages {
 
     std::set<ggml_backend_buffer_t> buffers_;
     std::optional<KvState> state_;
-    std::string refusal_;
+    std::string refusal_, rope_factors_;
     std::vector<KvBlock> own_; // by layer, K before V
     std::vector<KvLayerRows> layers_;
     uint64_t token_bytes_ = 0;

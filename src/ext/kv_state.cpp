@@ -142,8 +142,8 @@ bool KvState::read(Reader &reader, int lanes) {
 bool KvState::read_cache(Reader &reader, int lanes) {
     const bool cell_follows = reader.expect(static_cast<uint32_t>(lanes)) && reader.expect<uint32_t>(1) &&
                               reader.expect<int32_t>(0) && reader.expect<uint32_t>(1);
-    if (!cell_follows || (has_extra_ && !(reader.expect<int32_t>(0) && reader.expect<int32_t>(0) &&
-                                          reader.expect<int32_t>(0)))) {
+    if (!cell_follows ||
+        (has_extra_ && !(reader.expect<int32_t>(0) && reader.expect<int32_t>(0) && reader.expect<int32_t>(0)))) {
         return false;
     }
     if (!reader.expect<int32_t>(0)) {

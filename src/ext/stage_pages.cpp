@@ -63,7 +63,8 @@ std::unique_ptr<uint8_t[]> StageContext::export_kv(int lane, int first, int end)
     }
     const NativeGuard guard;
     llama_memory_t memory = llama_get_memory(context_);
-    if (held > 0 && (llama_memory_seq_pos_min(memory, lane) != 0 || llama_memory_seq_pos_max(memory, lane) != held - 1)) {
+    if (held > 0 &&
+        (llama_memory_seq_pos_min(memory, lane) != 0 || llama_memory_seq_pos_max(memory, lane) != held - 1)) {
         throw std::runtime_error("lane " + std::to_string(lane) + " does not hold its tokens from position 0 on");
     }
     return pages_.read(lane, first, end);

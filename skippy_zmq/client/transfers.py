@@ -1,0 +1,295 @@
+"""Kept sessions on their way between stages and a client: what to ask for next, and what has to be right.
+
+Pure: a transfer is a generator of steps, which ``Client`` and ``AsyncClient`` carry out and answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from skippy_zmq.client.outcomes import Outcome, PageReceived
+from skippy_zmq.client.page_window import PageWindow
+from skippy_zmq.errors import KvPageError, ProtocolError, RequestError, SkippyError
+from skippy_zmq.kv.descriptor import PageFacts, check_fits, pack_descriptor, unpack_descriptor
+from skippy_zmq.kv.page import KvPage, verify
+from skippy_zmq.kv.session_chain import SessionLinks
+from skippy_zmq.kv.session_files import SavedSession, SessionWriter
+from skippy_zmq.kv.session_manifest import SessionFacts
+from skippy_zmq.kv.sessions import session_links, session_name
+from skippy_zmq.topology import LayerRange
+from skippy_zmq.wire.limits import MAX_NAME_BYTES, MAX_PAYLOAD_BYTES, MAX_PROMPT_TOKENS
+from skippy_zmq.wire.messages import (
+    KvAdopt,
+    KvExport,
+    KvImport,
+    KvImported,
+    KvSession,
+    KvSessionReply,
+    StageFacts,
+    TensorDescriptor,
+)
+
+# How long a stage may take for one page.
+PAGE_SECONDS = 120.0
+
+KvMessage = KvSession | KvAdopt | KvExport | KvImport
+Progress = Callable[[int, int], object]  # pages done, pages in all
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Step: wait for a ready pipeline; the answer is its stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Step: send the message that ``make`` makes of a new request's id, which is the answer; does not wait."""
+
+    make: Callable[[str], KvMessage]
+    to: StageFacts | None = None  # None: stage 0
+    payload: memoryview | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """Step: wait for the next outcome of any question; the answer is its request and the outcome, errors included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Step: ``call``, which may wait for a disk; the answer is what it returns."""
+
+    call: Callable[[], Any]
+
+
+Step = Stages | Ask | Await | Run
+Transfer = Generator[Step, Any, _T]
+
+
+def export_pages(
+    name: str, take: Callable[[KvPage], object], progress: Progress | None = None
+) -> Transfer[KvSessionReply]:
+    """Fetch all pages of session ``name``; ``take`` gets each, verified, from all stages, first tokens first."""
+    reply = yield from _session(name)
+    stages = yield Stages()
+    yield from _fetch(stages, reply, take, progress)
+    return reply
+
+
+def export_session(
+    name: str, directory: Path, token_ids: Sequence[int] | None, progress: Progress | None = None
+) -> Transfer[SessionFacts]:
+    """Save session ``name``. ``token_ids``: the conversation's, where they go on after those whose state is kept."""
+    reply = yield from _session(name)
+    stages: tuple[StageFacts, ...] = yield Stages()
+    tokens = reply.token_ids if token_ids is None else tuple(token_ids)
+    if tokens[: len(reply.token_ids)] != reply.token_ids:
+        raise RequestError(f"session {name}: token_ids: wanted them to begin with its {len(reply.token_ids)} tokens")
+    first = stages[0]
+    facts = SessionFacts(
+        name=reply.session,
+        model=first.model,
+        build=first.build,
+        tokens=tokens,
+        n_ctx=first.n_ctx,
+        page_tokens=reply.page_tokens,
+        extra={"model_name": first.model_name},
+        n_prompt=min(reply.n_prompt, len(reply.token_ids)),
+    )
+    writer: SessionWriter = yield Run(lambda: SessionWriter(directory, facts))
+    with writer:
+        yield from _fetch(stages, reply, writer.add, progress)
+        yield Run(writer.commit)
+    return facts
+
+
+def import_pages(
+    token_ids: Sequence[int],
+    n_prompt: int,
+    pages: Callable[[StageFacts], Iterable[KvPage]],
+    progress: Progress | None = None,
+) -> Transfer[str]:
+    """Send each stage its pages, first tokens first, and have them made a session; the answer is its name."""
+    stages: tuple[StageFacts, ...] = yield Stages()
+    if not 1 <= n_prompt <= len(token_ids) <= MAX_PROMPT_TOKENS:
+        raise RequestError(f"n_prompt: wanted 1 to {len(token_ids)}, the number of tokens, got {n_prompt}")
+    name = session_name(session_links(token_ids, n_prompt, page_tokens_of(stages)))
+    n_pages = len(stages) * math.ceil(len(token_ids) / page_tokens_of(stages))
+    sources = [iter(pages(stage)) for stage in stages]
+    window = PageWindow(len(stages))
+    under_way: dict[str, int] = {}
+    done = 0
+    while True:
+        while (index := window.next()) is not None:
+            page: KvPage | None = yield Run(partial(next, sources[index], None))
+            if page is None:
+                window.finish(index)
+                continue
+            request = yield _import_of(page, stages[index])
+            under_way[request] = index
+            window.add(index, page.descriptor.payload_bytes)
+        if not under_way:
+            break
+        request, outcome = yield Await()
+        index = under_way.pop(request)
+        _expect(KvImported, outcome, stages[index])
+        window.remove(index)
+        done += 1
+        if progress is not None:
+            progress(done, n_pages)
+    yield Ask(partial(KvAdopt, token_ids=tuple(token_ids), n_prompt=n_prompt))
+    adopted = (yield from _reply(stages[0])).session
+    if adopted != name:
+        raise ProtocolError(f"session {name}: stage 0 calls it {adopted}")
+    return name
+
+
+def import_session(directory: Path, progress: Progress | None = None) -> Transfer[str]:
+    """Send a saved session to the stages, whatever split it was saved under; the answer is its name."""
+    saved: SavedSession = yield Run(lambda: SavedSession(directory))
+    stages: tuple[StageFacts, ...] = yield Stages()
+    check_saved(saved, stages)
+    facts = saved.facts
+    tokens = facts.tokens[: saved.manifest.n_cached]
+
+    def pages(stage: StageFacts) -> Iterator[KvPage]:
+        return saved.pages(LayerRange(stage.layer_start, stage.layer_end), facts.page_tokens)
+
+    return (yield from import_pages(tokens, min(facts.n_prompt or 1, len(tokens)), pages, progress))
+
+
+def page_tokens_of(stages: Sequence[StageFacts]) -> int:
+    """Tokens of a page; raise KvPageError where a stage keeps none or where they differ."""
+    wanted = stages[0].kv_page_tokens
+    for stage in stages:
+        if stage.kv_page_tokens == 0:
+            raise KvPageError(
+                f"{_named(stage)} keeps no pages of attention state: its model has none, or --kv-cache-bytes is 0"
+            )
+        if stage.kv_page_tokens != wanted:
+            raise KvPageError(f"{_named(stage)}: wanted pages of {wanted} tokens, got {stage.kv_page_tokens}")
+    return wanted
+
+
+def check_saved(saved: SavedSession, stages: Sequence[StageFacts]) -> None:
+    """Raise KvPageError, naming what does not fit, unless the stages can go on with the saved session."""
+    facts, first = saved.facts, stages[0]
+    what = f"session {saved.directory}"
+    page_tokens = page_tokens_of(stages)
+    if facts.model != first.model:
+        name = facts.extra.get("model_name", "")
+        theirs, ours = f"{name} {facts.model}".strip(), f"{first.model_name} {first.model}"
+        raise KvPageError(f"{what}: it is of another model: wanted {ours}, got {theirs}")
+    if facts.build != first.build:
+        raise KvPageError(f"{what}: it is of another build of llama.cpp: wanted {first.build}, got {facts.build}")
+    if facts.page_tokens != page_tokens:
+        raise KvPageError(
+            f"{what}: wanted pages of {page_tokens} tokens, the stages' --kv-page-tokens, got {facts.page_tokens}"
+        )
+    if facts.n_prompt is None:
+        raise KvPageError(f"{what}: it was not saved by a client: its n_prompt is missing")
+    for rows in saved.manifest.layers:
+        stage = next((stage for stage in stages if stage.layer_start <= rows.layer < stage.layer_end), None)
+        if stage is None:
+            raise KvPageError(f"{what}: layer {rows.layer}: wanted 0 to {first.n_layers - 1}")
+        for part, wanted, got in (("K", stage.cache_type_k, rows.k_type), ("V", stage.cache_type_v, rows.v_type)):
+            if wanted != got and (part == "K" or rows.v_row_bytes):
+                raise KvPageError(f"{what}: {part} cache of layer {rows.layer}: wanted {wanted}, got {got}")
+    if saved.manifest.n_cached >= first.n_ctx:
+        raise KvPageError(
+            f"{what}: it has {saved.manifest.n_cached} tokens, and a lane holds {first.n_ctx} with those to come"
+        )
+
+
+def _session(name: str) -> Transfer[KvSessionReply]:
+    if not (isinstance(name, str) and name.isprintable() and 1 <= len(name.encode()) <= MAX_NAME_BYTES):
+        raise RequestError(f"session: wanted a name of 1..{MAX_NAME_BYTES} bytes, got {str(name)[:MAX_NAME_BYTES]!a}")
+    yield Ask(partial(KvSession, session=name))
+    return (yield from _reply(None))
+
+
+def _reply(stage: StageFacts | None) -> Transfer[KvSessionReply]:
+    _, outcome = yield Await()
+    return _expect(KvSessionReply, outcome, stage)
+
+
+def _fetch(
+    stages: Sequence[StageFacts], reply: KvSessionReply, take: Callable[[KvPage], object], progress: Progress | None
+) -> Transfer[None]:
+    page_tokens = page_tokens_of(stages)
+    links = session_links(reply.token_ids, reply.n_prompt, reply.page_tokens)
+    if reply.page_tokens != page_tokens or session_name(links) != reply.session:
+        raise ProtocolError(f"session {reply.session}: stage 0 sent tokens of another session")
+    chain = SessionLinks(reply.token_ids, page_tokens, reply.n_prompt)
+    ends = [min(end, len(reply.token_ids)) for end in range(page_tokens, len(links) * page_tokens + 1, page_tokens)]
+    next_page = [0] * len(stages)
+    window = PageWindow(len(stages))
+    under_way: dict[str, tuple[int, int]] = {}
+    done = 0
+    while True:
+        while (index := window.next()) is not None:
+            number = next_page[index]
+            if number == len(links):
+                window.finish(index)
+                continue
+            request = yield Ask(partial(KvExport, link=links[number]), stages[index], seconds=PAGE_SECONDS)
+            under_way[request] = index, number
+            next_page[index] += 1
+            window.add(index)
+        if not under_way:
+            return
+        request, outcome = yield Await()
+        index, number = under_way.pop(request)
+        received = _expect(PageReceived, outcome, stages[index])
+        window.remove(index, received.payload.nbytes)
+        page = yield Run(partial(_page_of, received, stages[index], chain, number * page_tokens, ends[number]))
+        yield Run(partial(take, page))
+        done += 1
+        if progress is not None:
+            progress(done, len(links) * len(stages))
+
+
+def _page_of(received: PageReceived, stage: StageFacts, chain: SessionLinks, first: int, end: int) -> KvPage:
+    """The page as the stage should have sent it; raise KvPageError where it is another one, or damaged."""
+    try:
+        descriptor = unpack_descriptor(received.descriptor)
+        layers = descriptor.layers
+        if not stage.layer_start <= layers[0].layer or not layers[-1].layer < stage.layer_end:
+            raise KvPageError(f"{descriptor}: layers: wanted some of {stage.layer_start}:{stage.layer_end}")
+        facts = PageFacts(stage.model, stage.build, layers)
+        before, after = chain.at(first), chain.at(end)
+        check_fits(descriptor, facts, first=first, end=end, link_before=before, link_after=after)
+        page = KvPage(descriptor, received.payload)
+        verify(page)
+    except KvPageError as error:
+        raise KvPageError(f"{_named(stage)}: {error}") from None
+    return page
+
+
+def _import_of(page: KvPage, stage: StageFacts) -> Ask:
+    size = page.descriptor.payload_bytes
+    if size > MAX_PAYLOAD_BYTES:
+        raise KvPageError(f"{page.descriptor}: {_named(stage)} can take {MAX_PAYLOAD_BYTES} bytes, got {size}")
+    packed = pack_descriptor(page.descriptor)
+    tensors = (TensorDescriptor("page", 0, 0, "i8", (size,), size),)
+    return Ask(partial(KvImport, descriptor=packed, tensors=tensors), stage, page.payload, PAGE_SECONDS)
+
+
+def _expect(kind: type[_T], outcome: Outcome, stage: StageFacts | None) -> _T:
+    where = "stage 0" if stage is None else _named(stage)
+    if isinstance(outcome, SkippyError):
+        raise type(outcome)(f"{where}: {outcome}", code=outcome.code)
+    if not isinstance(outcome, kind):
+        raise ProtocolError(f"{where}: wanted {kind.__name__}, got {type(outcome).__name__}")
+    return outcome
+
+
+def _named(stage: StageFacts) -> str:
+    return f"stage of layers {stage.layer_start}:{stage.layer_end}"
