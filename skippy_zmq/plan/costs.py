@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -117,7 +116,3 @@ def _active_experts(outline: Outline) -> list[float]:
     n_experts = counts.count("expert_count")
     used = counts.per_layer("expert_used_count")
     return [number / n_experts if n_experts else 1.0 for number in used]
-
-
-def running_sums(values: tuple[float, ...]) -> tuple[float, ...]:
-    return tuple(itertools.accumulate(values, initial=0.0))
