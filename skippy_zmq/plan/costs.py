@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
 
 from skippy_zmq.plan.kv_cache import CacheSettings, cache_bytes
 from skippy_zmq.plan.outline import Counts, Outline
 from skippy_zmq.sources.ggml_types import TENSOR_TYPES
+from skippy_zmq.sources.stage_tensors import Holder, has_tied_norm, holder
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
-# Tables that only the first stage reads, one row of them for each token. The token embedding is also the output matrix
-# of models that have none of their own, and its norm their output norm.
-_TABLES = ("token_embd", "token_embd_norm", "token_types", "position_embd", "per_layer_token_embd")
-
-Owner = Literal["first", "last", "both", "every"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +62,9 @@ def layer_costs(outline: Outline, settings: CacheSettings) -> LayerCosts:
     """Costs of a model as it would be run with ``settings``."""
     n = outline.n_layers
     weights, decode, prefill = [0] * n, [0.0] * n, [0.0] * n
-    ends: dict[Owner, int] = dict.fromkeys(("first", "last", "both", "every"), 0)
+    ends: dict[Holder, int] = dict.fromkeys(("first", "last", "both", "every"), 0)
     head = 0.0
-    tied_norm = not any(tensor.name.startswith("output_norm") for tensor in outline.tensors)
+    tied_norm = has_tied_norm(tensor.name for tensor in outline.tensors)
     active = _active_experts(outline)
     for tensor in outline.tensors:
         block = _BLOCK.match(tensor.name)
@@ -82,7 +77,7 @@ def layer_costs(outline: Outline, settings: CacheSettings) -> LayerCosts:
                 kind = TENSOR_TYPES[tensor.type]
                 prefill[layer] += share * tensor.nbytes / kind.block_bytes * kind.block
             continue
-        ends[_owner(tensor.name, tied_output=outline.tied_output, tied_norm=tied_norm)] += tensor.nbytes
+        ends[holder(tensor.name, tied_output=outline.tied_output, tied_norm=tied_norm)] += tensor.nbytes
         if tensor.name == ("token_embd.weight" if outline.tied_output else "output.weight"):
             head = float(tensor.nbytes)
     return LayerCosts(
@@ -96,18 +91,6 @@ def layer_costs(outline: Outline, settings: CacheSettings) -> LayerCosts:
         ends["every"],
         head,
     )
-
-
-def _owner(name: str, *, tied_output: bool, tied_norm: bool) -> Owner:
-    """Which stages hold a tensor that belongs to none of the layers that are run."""
-    if name.startswith(("blk.", "output")):  # blocks past the layers predict further tokens
-        return "last"
-    table = name.split(".", 1)[0]
-    if table not in _TABLES:
-        return "every"
-    if (table == "token_embd" and tied_output) or (table == "token_embd_norm" and tied_norm):
-        return "both"
-    return "first"
 
 
 def _active_experts(outline: Outline) -> list[float]:

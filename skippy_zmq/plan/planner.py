@@ -129,6 +129,7 @@ class _Need:
         self._tied = outline.tied_output
         self._with_head = compute_bytes(outline, settings, has_head=True)
         self._without = compute_bytes(outline, settings, has_head=False)
+        self._totals: dict[tuple[int, int], int] = {}
 
     @property
     def n_layers(self) -> int:
@@ -138,7 +139,10 @@ class _Need:
         return self._with_head if end == self.n_layers or (start == 0 and self._tied) else self._without
 
     def total(self, start: int, end: int) -> int:
-        return self.costs.weights_bytes(start, end) + self.costs.cache_bytes(start, end) + self.compute(start, end)
+        if (start, end) not in self._totals:
+            held = self.costs.weights_bytes(start, end) + self.costs.cache_bytes(start, end)
+            self._totals[start, end] = held + self.compute(start, end)
+        return self._totals[start, end]
 
     def fits(self, machines: Sequence[Machine], more: int = 0) -> Callable[[int, int, int], bool]:
         def answer(stage: int, start: int, end: int) -> bool:
@@ -163,7 +167,7 @@ def _shortage(need: _Need, machines: Sequence[Machine], options: StageOptions) -
     kv = need.costs.cache_bytes(0, n)
     text = (
         f"the model does not fit: layers {reach}:{n} of {n} are left over. Alone it needs "
-        f"{amount(need.costs.weights_bytes(0, n))} for weights, {amount(kv)} for the KV caches of {options.lanes} lanes "
+        f"{amount(need.costs.weights_bytes(0, n))} for weights, {amount(kv)} for KV caches of {options.lanes} lanes "
         f"and about {amount(need.compute(0, n))} for buffers, {len(machines)} "
         f"stage{'s' if len(machines) > 1 else ''} have {amount(sum(limits))}; "
         f"{'each stage' if len(limits) > 1 else 'it'} is short of {amount(high)}. Give more memory, another stage"

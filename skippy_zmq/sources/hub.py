@@ -123,7 +123,7 @@ class Hub:
         damaged: dict[str, str] = {}
         for name in dict.fromkeys(names):
             path = snapshot.folder / name
-            if path.exists():
+            if path.is_file():
                 problem = records.problem(path, known[name], self._hashing(name, known[name]))
                 if problem:
                     damaged[name] = problem
@@ -133,8 +133,8 @@ class Hub:
         if missing and snapshot.offline:
             texts = [f"{name} ({damaged[name]})" if name in damaged else name for name in missing]
             raise ModelFileError(
-                f"{snapshot}: {len(missing)} of {len(set(names))} files that are needed are not whole in the cache, and "
-                f"the hub is not asked: {shortened(texts, _MOST_NAMES_SHOWN)}"
+                f"{snapshot}: {len(missing)} of {len(set(names))} files that are needed are not whole in the cache, "
+                f"and the hub is not asked: {shortened(texts, _MOST_NAMES_SHOWN)}"
             )
         self._check_space(snapshot, [known[name] for name in missing])
         for name in missing:
@@ -145,7 +145,7 @@ class Hub:
         """The path of a file that is whole in the cache."""
         file = next((file for file in snapshot.files if file.name == name), None)
         path = snapshot.folder / name
-        if file is None or not path.exists():
+        if file is None or not path.is_file():
             return None
         return None if self._records(snapshot.repository).problem(path, file, lambda _bytes: None) else path
 
@@ -194,13 +194,19 @@ class Hub:
         return self._snapshot(repository, listing, offline=True)
 
     def _ask(self, repository: str, revision: str) -> Listing:
-        with _translated(f"hf://{repository}@{revision}", self.endpoint, network=False):
-            info = self._api().model_info(
-                repository, revision=revision, files_metadata=True, timeout=_LISTING_SECONDS, token=self._token
-            )
+        what = f"hf://{repository}@{revision}"
+        try:
+            with _translated(what, self.endpoint, network=False):
+                info = self._api().model_info(
+                    repository, revision=revision, files_metadata=True, timeout=_LISTING_SECONDS, token=self._token
+                )
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ModelFileError(
+                f"{what}: {self.endpoint} does not answer as a hub does: {_first_line(error)}"
+            ) from None
         commit = info.sha or ""
         if not COMMIT.match(commit):
-            raise ModelFileError(f"hf://{repository}@{revision}: {self.endpoint} names no commit, got {commit[:60]!r}")
+            raise ModelFileError(f"{what}: {self.endpoint} names no commit, got {commit[:60]!r}")
         files = []
         for item in info.siblings or ():
             name = checked_name(item.rfilename, f"hf://{repository}@{commit}")
@@ -261,7 +267,15 @@ class Hub:
             return lambda _bytes: None
         from tqdm import tqdm
 
-        bar = tqdm(total=file.size, desc=f"checking {name[-40:]}", unit="B", unit_scale=True, leave=False, disable=None, delay=1.0)
+        bar = tqdm(
+            total=file.size,
+            desc=f"checking {name[-40:]}",
+            unit="B",
+            unit_scale=True,
+            leave=False,
+            disable=None,
+            delay=1.0,
+        )
 
         def report(nbytes: int) -> None:
             bar.update(nbytes)
@@ -286,12 +300,12 @@ def _translated(what: str, endpoint: str, *, network: bool = True) -> Iterator[N
         raise ModelFileError(f"{what}: the repository has no such revision") from error
     except errors.EntryNotFoundError as error:
         if isinstance(error, errors.LocalEntryNotFoundError):
-            raise RetryableError(f"{what}: {endpoint} did not deliver it ({_first_line(error.__cause__ or error)})") from error
+            raise RetryableError(
+                f"{what}: {endpoint} did not deliver it ({_first_line(error.__cause__ or error)})"
+            ) from error
         raise ModelFileError(f"{what}: the repository has no such file") from error
     except errors.RepositoryNotFoundError as error:
-        raise ModelFileError(
-            f"{what}: {endpoint} has no such repository, or HF_TOKEN may not read it"
-        ) from error
+        raise ModelFileError(f"{what}: {endpoint} has no such repository, or HF_TOKEN may not read it") from error
     except errors.HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else 0
         if status in (401, 403):
