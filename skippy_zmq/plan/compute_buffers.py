@@ -1,7 +1,8 @@
 """An estimate of a stage's compute buffers, fitted to what llama.cpp allocates on CPUs.
 
 llama.cpp plans them from the graph, where tensors share space once they are used up, so only a model's largest moments
-count. The figures are floats for each row of a micro-batch. Meant to err upwards: up to twice what is allocated.
+count. The figures are floats for each row of a micro-batch. Meant to err upwards: from 0.95 to 3 times what is
+allocated, more for stages of recurrent models.
 """
 
 from __future__ import annotations

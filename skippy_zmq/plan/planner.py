@@ -14,9 +14,9 @@ from skippy_zmq.plan.partition import best_partition, longest_reach
 from skippy_zmq.runtime.options import StageOptions
 from skippy_zmq.topology import LayerRange, split_at, split_evenly
 
-# How much of the time of a model goes to decoding. Chats read about twice as many tokens as they write, and reading a
-# token takes a fraction of the time of writing one.
-DEFAULT_DECODE_SHARE = 0.75
+# How much of the time of a model goes to decoding: chats read some tokens for each that they write, and reading one
+# takes a fraction of the time of writing one.
+DEFAULT_DECODE_SHARE = 0.6
 MAX_STAGES = 64
 
 
@@ -170,7 +170,7 @@ def _shortage(need: _Need, machines: Sequence[Machine], options: StageOptions) -
         f"{amount(need.costs.weights_bytes(0, n))} for weights, {amount(kv)} for KV caches of {options.lanes} lanes "
         f"and about {amount(need.compute(0, n))} for buffers, {len(machines)} "
         f"stage{'s' if len(machines) > 1 else ''} have {amount(sum(limits))}; "
-        f"{'each stage' if len(limits) > 1 else 'it'} is short of {amount(high)}. Give more memory, another stage"
+        f"{'each stage' if len(limits) > 1 else 'it'} lacks {amount(high)}. Give more memory, another stage"
     )
     if kv > high:
         text += ", or a smaller --ctx-size, --lanes or KV cache type"

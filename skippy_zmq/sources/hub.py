@@ -231,18 +231,23 @@ class Hub:
 
         problem = ""
         for attempt in range(_ATTEMPTS):
-            with _translated(f"{snapshot}/{file.name}", self.endpoint), self._bars():
-                path = Path(
-                    hf_hub_download(
-                        snapshot.repository,
-                        file.name,
-                        revision=snapshot.commit,
-                        cache_dir=self.cache,
-                        endpoint=self.endpoint,
-                        token=self._token,
-                        force_download=again or attempt > 0,
+            try:
+                with _translated(f"{snapshot}/{file.name}", self.endpoint), self._bars():
+                    path = Path(
+                        hf_hub_download(
+                            snapshot.repository,
+                            file.name,
+                            revision=snapshot.commit,
+                            cache_dir=self.cache,
+                            endpoint=self.endpoint,
+                            token=self._token,
+                            force_download=again or bool(problem),
+                        )
                     )
-                )
+            except RetryableError:
+                if attempt == _ATTEMPTS - 1:
+                    raise
+                continue
             problem = records.problem(path, file, self._hashing(file.name, file), fresh=True)
             if not problem:
                 return path

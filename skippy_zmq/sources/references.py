@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -93,7 +93,11 @@ def parse_reference(text: str) -> HubReference | None:
 
 
 def locate(
-    model: str | Path, layers: LayerRange | None = None, *, hub: Hub | None = None, partial_checkpoint: bool = False
+    model: str | Path,
+    layers: LayerRange | None = None,
+    *,
+    open_hub: Callable[[], Hub] = Hub,
+    partial_checkpoint: bool = False,
 ) -> LocatedModel:
     """The model as files on this machine, fetched if need be.
 
@@ -103,7 +107,7 @@ def locate(
     reference = parse_reference(str(model))
     if reference is None:
         return _local(Path(model))
-    hub = hub or Hub()
+    hub = open_hub()
     snapshot = hub.snapshot(reference.repository, reference.revision)
     kind, main = _choose(snapshot.names, reference.file, str(reference))
     prefix = _prefix(kind, main)
@@ -120,7 +124,7 @@ def locate(
 
 
 @contextmanager
-def outline(model: str | Path, *, hub: Hub | None = None) -> Iterator[LocatedModel]:
+def outline(model: str | Path, *, open_hub: Callable[[], Hub] = Hub) -> Iterator[LocatedModel]:
     """As ``locate``, but only what describes the model: of files that are not here yet, headers.
 
     In what this yields weights are holes; it is for reading tensor tables and metadata, and gone afterwards.
@@ -129,7 +133,7 @@ def outline(model: str | Path, *, hub: Hub | None = None) -> Iterator[LocatedMod
     if reference is None:
         yield _local(Path(model))
         return
-    hub = hub or Hub()
+    hub = open_hub()
     snapshot = hub.snapshot(reference.repository, reference.revision)
     kind, main = _choose(snapshot.names, reference.file, str(reference))
     prefix = _prefix(kind, main)
