@@ -17,7 +17,7 @@ LARGE_BYTES = 4096  # from here on a file is stored as the hub stores large ones
 
 @dataclass(slots=True)
 class Repository:
-    """``commits``: the files of each. ``needs_token``: private. ``gated``: found, but not to be read without consent."""
+    """``commits``: the files of each. ``needs_token``: private. ``gated``: not to be read without consent."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
@@ -125,10 +125,10 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_arguments: object) -> None:
         pass
 
-    def do_HEAD(self) -> None:  # noqa: N802
+    def do_HEAD(self) -> None:
         self._answer(body=False)
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         self._answer(body=True)
 
     def _answer(self, *, body: bool) -> None:

@@ -41,6 +41,8 @@ def main(argv: list[str] | None = None) -> int:
             stream=sys.stderr,
             format=f"%(asctime)s {config.name} %(levelname)s %(message)s",
         )
+        for library in ("httpx", "httpx2"):  # they would log the signed addresses of files
+            logging.getLogger(library).setLevel(logging.WARNING)
         with _stop_while_loading():
             _serve(config)
     except SkippyError as error:
