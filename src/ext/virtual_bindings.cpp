@@ -185,7 +185,8 @@ void bind_virtual(nb::module_ &m) {
         nb::kw_only(), "devices"_a, "n_gpu_layers"_a, "main_gpu"_a, "split_mode"_a, "tensor_split"_a, "mlock"_a,
         "direct_io"_a, "repack"_a, "no_host_buffer"_a,
         nb::sig("def open_virtual(layers: tuple[int, int, int, int], header: bytes, tensors: Sequence[tuple[str, int, "
-                "Sequence[int], int]], rows: Callable[[int, int, int], object], progress: Callable[[float], object] | "
+                "Sequence[int], int]], rows: collections.abc.Callable[[int, int, int], object], progress: "
+                "collections.abc.Callable[[float], object] | "
                 "None, *, devices: Sequence[str], n_gpu_layers: int, main_gpu: int, split_mode: str, tensor_split: "
                 "Sequence[float], mlock: bool, direct_io: bool, repack: bool, no_host_buffer: bool) -> StageModel"),
         "Open layers of a GGUF file of which only the header exists. `tensors`: (name, type, shape innermost first, "
