@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -66,29 +67,7 @@ class StageModel:
                 f"ctx_size {options.ctx_size or source.context_length}: {source.path.name} has positions for at most "
                 f"{n_positions} tokens"
             )
-        index = {path: number for number, path in enumerate(source.files)}
-        try:
-            self.native_model = _native.StageModel(
-                (layers.start, layers.end, source.n_layers, source.n_blocks),
-                [(t.name, t.type, t.nbytes, index[t.path], t.offset) for t in source.tensors],
-                [str(path) for path in source.files],
-                progress,
-                devices=list(options.device),
-                n_gpu_layers=options.n_gpu_layers,
-                main_gpu=options.main_gpu,
-                split_mode=options.split_mode,
-                tensor_split=list(options.tensor_split),
-                mmap=options.mmap,
-                mlock=options.mlock,
-                direct_io=options.direct_io,
-                repack=options.repack,
-                check_tensors=options.check_tensors,
-                no_host_buffer=not options.host_buffer,
-            )
-        except ValueError as error:
-            raise OptionError(str(error)) from None
-        except RuntimeError as error:
-            raise ModelFileError(f"{source.path}: {error}") from None
+        self.native_model = _opened(source, self.layers, options, progress)
         try:
             self.native_context = _native.StageContext(
                 self.native_model,
@@ -218,3 +197,46 @@ class StageModel:
 
     def is_end_of_generation(self, token: int) -> bool:
         return self.native_model.is_eog(token)
+
+
+def _opened(
+    source: GgufModel, layers: LayerRange, options: StageOptions, progress: Callable[[float], object] | None
+) -> _native.StageModel:
+    placement: dict[str, Any] = {
+        "devices": list(options.device),
+        "n_gpu_layers": options.n_gpu_layers,
+        "main_gpu": options.main_gpu,
+        "split_mode": options.split_mode,
+        "tensor_split": list(options.tensor_split),
+        "mlock": options.mlock,
+        "direct_io": options.direct_io,
+        "repack": options.repack,
+        "no_host_buffer": not options.host_buffer,
+    }
+    range_and_counts = (layers.start, layers.end, source.n_layers, source.n_blocks)
+    try:
+        if source.rows is None:
+            index = {path: number for number, path in enumerate(source.files)}
+            return _native.StageModel(
+                range_and_counts,
+                [(t.name, t.type, t.nbytes, index[t.path], t.offset) for t in source.tensors],
+                [str(path) for path in source.files],
+                progress,
+                mmap=options.mmap,
+                check_tensors=options.check_tensors,
+                **placement,
+            )
+        # Always copied, never mapped, and checked for numbers that are not finite: there is no file.
+        tensors, make = source.tensors, source.rows
+        return _native.open_virtual(
+            range_and_counts,
+            source.header.raw,
+            [(t.name, t.type, t.shape, t.offset) for t in tensors],
+            lambda number, first, n: make(tensors[number], first, n),
+            progress,
+            **placement,
+        )
+    except ValueError as error:
+        raise OptionError(str(error)) from None
+    except RuntimeError as error:
+        raise ModelFileError(f"{source.path}: {error}") from None

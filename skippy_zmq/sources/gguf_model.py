@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
+
+import numpy.typing as npt
 
 from skippy_zmq.errors import ModelFileError
 from skippy_zmq.sources import architectures
-from skippy_zmq.sources.gguf_header import GgufHeader, TensorInfo
+from skippy_zmq.sources.gguf_header import GgufHeader, TensorInfo, parse_header_bytes
 from skippy_zmq.sources.gguf_hyperparameters import check_hyperparameters
 from skippy_zmq.sources.gguf_shards import open_shards
 from skippy_zmq.sources.gguf_tensors import check_tensors
@@ -23,10 +26,18 @@ _BLOCK_BYTES = 4 * 1024 * 1024
 _IDENTITY_FORMAT = b"skippy-zmq model identity 1\0"
 _FULL_FORMAT = b"skippy-zmq model full hash 1\0"
 
+RowBytes = bytes | bytearray | memoryview | npt.NDArray[Any]
+# (tensor, first row, number of rows) -> the bytes of those rows in the tensor's type, little-endian, C order. A row
+# runs along the innermost dimension; those of all experts follow each other.
+RowSource = Callable[[TensorInfo, int, int], RowBytes]
+
 
 @dataclass(frozen=True, slots=True)
 class GgufModel:
     """A checked model. ``path`` is the file that was opened; ``files`` are all of its files, in shard order.
+
+    A model that is made while it loads has no files: ``rows`` makes its tensors, and ``content`` (a hash of what they
+    are made from) stands for their bytes in the identity.
 
     ``metadata`` holds the scalars; ``array`` decodes an array. ``n_blocks`` counts all blocks, ``n_layers`` those a
     pipeline runs (without the blocks that only predict further tokens). ``n_positions``: the positions of a learned
@@ -47,6 +58,13 @@ class GgufModel:
     tied_output: bool
     chat_template: str | None
     _first: GgufHeader
+    rows: RowSource | None = None
+    content: str | None = None
+
+    @property
+    def header(self) -> GgufHeader:
+        """The header of the only or first file."""
+        return self._first
 
     def array(self, key: str) -> list[int] | list[float] | list[bool] | list[str]:
         """The elements of the metadata array ``key``; raise KeyError when it is absent or a scalar."""
@@ -58,13 +76,21 @@ class GgufModel:
         Reads 768 bytes per tensor, whatever the size of the model.
         """
         digest = self._table_digest(_IDENTITY_FORMAT)
+        if self.content is not None:
+            digest.update(self.content.encode())
+            return digest.hexdigest()
         for descriptor, tensor in self._open_tensors():
             for start, length in _samples(tensor.nbytes):
                 digest.update(_read(descriptor, tensor, start, length))
         return digest.hexdigest()
 
     def full_hash(self) -> str:
-        """Hex SHA-256 of metadata, tensor table and every byte of every tensor; equal for a file and its shards."""
+        """Hex SHA-256 of metadata, tensor table and every byte of every tensor; equal for a file and its shards.
+
+        The identity itself where the model is made while it loads: that already covers all that it is made from.
+        """
+        if self.content is not None:
+            return self.identity()
         digest = self._table_digest(_FULL_FORMAT)
         for descriptor, tensor in self._open_tensors():
             for start in range(0, tensor.nbytes, _BLOCK_BYTES):
@@ -105,8 +131,19 @@ def open_model(path: str | Path) -> GgufModel:
 
     Raise ModelFileError with one line that names the file, the thing, what was wanted and what was got.
     """
-    path = Path(path)
-    headers = open_shards(path)
+    return _described(Path(path), open_shards(Path(path)))
+
+
+def open_header(path: Path, header: bytes, rows: RowSource, content: str) -> GgufModel:
+    """A model of which only the header exists; ``rows`` makes the tensors of a stage while it loads.
+
+    ``path`` names its origin; ``content``: a hash of what the tensors are made from. Checks and raises as open_model.
+    """
+    model = _described(path, (parse_header_bytes(path, header),))
+    return replace(model, files=(), rows=rows, content=content)
+
+
+def _described(path: Path, headers: tuple[GgufHeader, ...]) -> GgufModel:
     first = headers[0]
     architecture = _architecture(first)
     hyperparameters = check_hyperparameters(first, architecture)
