@@ -11,7 +11,7 @@ from bench.peers import Measured, Peer, RpcPeer
 from bench.pinning import CORES
 from bench.pipelines import Pipeline
 from bench.splits import DECODE_SPLIT, PREFILL_SPLIT
-from skippy_zmq.sources.gguf_model import open_model
+from skippy_zmq.sources.models import open_model
 
 # llama.cpp computes as many rows at once as our largest chunk. RPC overlaps the parts of a prompt only where there are
 # several, and in process 128 rows are no slower than 512.

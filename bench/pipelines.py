@@ -18,7 +18,7 @@ from bench.peers import Measured
 from bench.pinning import CORES, pinned
 from skippy_zmq import Client
 from skippy_zmq.client import StageStats, Stream
-from skippy_zmq.sources.gguf_model import open_model
+from skippy_zmq.sources.models import open_model
 from skippy_zmq.topology import split_at
 from skippy_zmq.wire.messages import SamplingParams
 

@@ -20,7 +20,7 @@ from typing import Any
 from skippy_zmq.client import Client, Generation
 from skippy_zmq.errors import DeadlineError, OptionError, RetryableError, SkippyError, UserError
 from skippy_zmq.runtime.options import StageOptions, available_cores, check_options, to_arguments
-from skippy_zmq.sources.gguf_model import open_model
+from skippy_zmq.sources.models import open_model
 from skippy_zmq.topology import LayerRange, split_at, split_evenly
 from skippy_zmq.transport.ipc_path import check_length
 from skippy_zmq.wire.messages import StageFacts
@@ -46,7 +46,7 @@ class _Child:
 
 
 class LocalPipeline:
-    """Runs ``model`` (a GGUF file, or the first of its shards) as ``stages`` processes; use it with ``with``.
+    """Runs ``model`` (a GGUF file, the first of its shards, or a checkpoint) as ``stages`` processes; use it with ``with``.
 
     ``split``: layer numbers to cut at, in place of an even split. ``options``, and single ones by keyword
     (``ctx_size=512``), are those of ``python -m skippy_zmq.stage``. ``uncertified``: run an architecture that

@@ -17,7 +17,7 @@ from skippy_zmq.certify.results import ModelResult, Try, judged_try
 from skippy_zmq.certify.worker import Worker
 from skippy_zmq.certify.workload import Settings
 from skippy_zmq.errors import SkippyError
-from skippy_zmq.sources.gguf_model import open_model
+from skippy_zmq.sources.models import open_model
 from skippy_zmq.stage.facts import architecture_name
 
 

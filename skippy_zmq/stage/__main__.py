@@ -51,9 +51,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _serve(config: StageConfig) -> None:
+    from skippy_zmq.runtime.opening import open_with_options
     from skippy_zmq.runtime.row_class_cache import stage_row_class
     from skippy_zmq.runtime.stage_model import StageModel  # loads llama.cpp
-    from skippy_zmq.sources.gguf_model import open_model
     from skippy_zmq.stage.engine import Stage
     from skippy_zmq.transport import Endpoint, Link, Loop, Server, SocketFactory, SocketLimits, boot_nonce, routing_id
     from skippy_zmq.wire.limits import MAX_FRAMES, MAX_PAYLOAD_BYTES
@@ -62,7 +62,7 @@ def _serve(config: StageConfig) -> None:
     if config.exit_with_stdin and sys.stdin is None:
         raise OptionError("--exit-with-stdin: there is no standard input")
     with contextlib.ExitStack() as stack:
-        source = open_model(config.model)
+        source = open_with_options(config.model, config.options)
         check_role(config, source.n_layers)
         check_certified(source, uncertified=config.uncertified)
         factory = SocketFactory(security=_security(config), limits=SocketLimits(frame_bytes=MAX_PAYLOAD_BYTES))

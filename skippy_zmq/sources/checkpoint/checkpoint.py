@@ -83,7 +83,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
     Raise ModelFileError with one line that names the file, the thing, what was wanted and what was got.
     """
-    path = Path(path)
+    path = Path(path).absolute()  # a model is called by the last part of its path
     files = find_files(path)
     family, config = family_of(read_config(files.folder))
     sources = read_tables(files)
