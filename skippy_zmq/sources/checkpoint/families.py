@@ -414,6 +414,7 @@ FAMILIES: dict[str, Family] = {
         },
         check=_usual_heads,
         describe=_granite,
+        scalings=(*_SCALINGS, "llama3"),
     ),
     "Olmo2ForCausalLM": _family("olmo2", {**_LLAMA, "rms_norm_eps": 1e-5}, check=_no_window, describe=_rope_and_heads),
     "SmolLM3ForCausalLM": _llama_family(
@@ -428,6 +429,5 @@ FAMILIES: dict[str, Family] = {
         },
         check=_check_smollm3,
         describe=_smollm3,
-        scalings=(*_SCALINGS, "llama3"),
     ),
 }
