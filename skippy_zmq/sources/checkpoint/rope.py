@@ -165,12 +165,12 @@ def _partial(config: Config, key: str, block: Mapping[str, Any]) -> float:
 
 
 def _check_yarn(rope: Rope) -> None:
-    """Refuse what llama.cpp would not follow: it computes the attention factor itself and always truncates."""
+    """Refuse what llama.cpp would not follow: in these models it computes with its own factor, betas and truncation."""
     usual = 0.1 * math.log(rope.value("factor")) + 1.0
     for name in ("attention_factor", "attn_factor"):
         if name in rope.values and abs(rope.value(name) - usual) > 1e-6:
             raise rope.config.fail(f"{rope.key}.{name}", f"wanted {usual:.6f}, which the factor gives")
-    for name, wanted in (("truncate", True), ("extrapolation_factor", 1)):
+    for name, wanted in (("truncate", True), ("extrapolation_factor", 1), ("beta_fast", 32), ("beta_slow", 1)):
         if rope.values.get(name, wanted) != wanted:
             raise rope.config.fail(f"{rope.key}.{name}", f"wanted {wanted}, got {shown(str(rope.values[name]))}")
 
