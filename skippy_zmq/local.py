@@ -46,8 +46,9 @@ class _Child:
 
 
 class LocalPipeline:
-    """Runs ``model`` (a GGUF file, the first of its shards, or a checkpoint) as ``stages`` processes; use it with ``with``.
+    """Runs ``model`` as ``stages`` processes; use it with ``with``.
 
+    ``model``: a GGUF file, the first of its shards, or a checkpoint.
     ``split``: layer numbers to cut at, in place of an even split. ``options``, and single ones by keyword
     (``ctx_size=512``), are those of ``python -m skippy_zmq.stage``. ``uncertified``: run an architecture that
     docs/architectures.md does not list. ``directory``: an existing one for sockets and logs;

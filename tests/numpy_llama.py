@@ -25,7 +25,9 @@ def llama3(head: int, base: float, factor: float, low: float, high: float, lengt
     wavelengths = 2 * math.pi / angles
     smooth = (length / wavelengths - low) / (high - low)
     between = (1 - smooth) * angles / factor + smooth * angles
-    return np.where(wavelengths < length / high, angles, np.where(wavelengths > length / low, angles / factor, between)), 1.0
+    return np.where(
+        wavelengths < length / high, angles, np.where(wavelengths > length / low, angles / factor, between)
+    ), 1.0
 
 
 def yarn(head: int, base: float, factor: float, length: int, fast: float = 32.0, slow: float = 1.0) -> Rotation:
@@ -39,7 +41,14 @@ def yarn(head: int, base: float, factor: float, length: int, fast: float = 32.0,
 
 
 def logits(
-    weights: Mapping[str, Array], tokens: Sequence[int], *, heads: int, kv_heads: int, head: int, eps: float, rope: Rotation
+    weights: Mapping[str, Array],
+    tokens: Sequence[int],
+    *,
+    heads: int,
+    kv_heads: int,
+    head: int,
+    eps: float,
+    rope: Rotation,
 ) -> Array:
     """Logits [n_vocab] of the last of ``tokens``; ``weights`` by their Hugging Face names."""
     n = len(tokens)
@@ -59,7 +68,8 @@ def logits(
         name = f"model.layers.{layer}"
         h = normed(x, f"{name}.input_layernorm.weight")
         q, k, v = (
-            (h @ weights[f"{name}.self_attn.{kind}_proj.weight"].T).reshape(n, -1, head).swapaxes(0, 1) for kind in "qkv"
+            (h @ weights[f"{name}.self_attn.{kind}_proj.weight"].T).reshape(n, -1, head).swapaxes(0, 1)
+            for kind in "qkv"
         )
         k, v = (np.repeat(values, heads // kv_heads, 0) for values in (rotated(k), v))
         scores = rotated(q) @ k.swapaxes(1, 2) / math.sqrt(head) + mask

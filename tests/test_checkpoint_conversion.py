@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
-from checkpoint_files import CASES, CHECKPOINTS, GOLDEN, edited, write_case
+from checkpoint_files import CASES, CHECKPOINTS, GOLDEN, edited, safetensors_bytes, write_case
 
 from skippy_zmq.sources.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from skippy_zmq.sources.checkpoint.rows import as_float32
+from skippy_zmq.sources.checkpoint.rows import as_float32, read_rows
+from skippy_zmq.sources.checkpoint.safetensors_table import read_table
+from skippy_zmq.sources.checkpoint.tensors import CheckpointTensor, Segment
 from skippy_zmq.sources.ggml_types import TENSOR_TYPES
 from skippy_zmq.sources.gguf_values import ARRAY, VALUE_TYPES
 
@@ -52,7 +55,7 @@ def _tensors(checkpoint: Checkpoint) -> dict[str, list[Any]]:
 
 def _metadata(checkpoint: Checkpoint) -> dict[str, list[Any]]:
     """As tests/data/*/*.json have it: type names and value, long lists as hashes."""
-    names = {key: value for key, value in zip(VALUE_TYPES, (t.name for t in map(gguf.GGUFValueType, VALUE_TYPES)))}
+    names = {number: gguf.GGUFValueType(number).name for number in VALUE_TYPES}
     found: dict[str, list[Any]] = {}
     for key, entry in checkpoint.metadata.items():
         if entry.type != ARRAY:
@@ -61,7 +64,11 @@ def _metadata(checkpoint: Checkpoint) -> dict[str, list[Any]]:
             continue
         assert isinstance(entry.value, tuple)
         values = [
-            value.decode() if isinstance(value, bytes) else float(np.float32(value)) if isinstance(value, float) else value
+            value.decode()
+            if isinstance(value, bytes)
+            else float(np.float32(value))
+            if isinstance(value, float)
+            else value
             for value in entry.value
         ]
         shown = hashlib.sha256(json.dumps(values).encode()).hexdigest() if len(values) > 64 else values
@@ -134,3 +141,20 @@ def test_other_weights_or_settings_are_another_model(tmp_path: Path) -> None:
     data[-1] ^= 1
     (third / "model.safetensors").write_bytes(data)
     assert open_checkpoint(third).model().identity() != first
+
+
+def test_rows_of_stacked_experts_take_memory_for_themselves_only(tmp_path: Path) -> None:
+    n_experts, n_rows, width = 16, 256, 1024
+    path = tmp_path / "model.safetensors"
+    shape = (n_experts, n_rows, width)
+    path.write_bytes(safetensors_bytes({"experts": ("BF16", shape, bytes(2 * n_experts * n_rows * width))}))
+    (source,) = read_table(path)
+    segments = tuple(Segment(source, expert * n_rows, n_rows) for expert in range(n_experts))
+    tensor = CheckpointTensor("experts.weight", 30, (width, n_rows, n_experts), segments)
+    tracemalloc.start()
+    rows = read_rows(tensor, n_rows // 2, n_rows)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert rows.nbytes == 2 * n_rows * width
+    assert peak <= 3 * rows.nbytes
+    assert tensor.nbytes == n_experts * rows.nbytes

@@ -72,7 +72,7 @@ def test_bf16_values_are_preserved_bit_for_bit(value: float, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("quant", ["preserve", "F16", "Q8_0"])
 def test_norms_are_f32(quant: str, tmp_path: Path) -> None:
-    folder = folder_with(tmp_path, bf16(1e5), name=NORM)
+    folder = folder_with(tmp_path, bf16(1.5), name=NORM)
     source = open_with_options(folder, StageOptions(quant=quant))
     vectors = [tensor for tensor in source.tensors if len(tensor.shape) == 1]
     assert len(vectors) == 5

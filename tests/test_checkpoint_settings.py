@@ -109,7 +109,11 @@ def test_the_equations_tell_the_spellings_apart() -> None:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "unknown kind": ("llama-old-spelling", {"rope_scaling": {"type": "foo"}}, "rope_scaling.rope_type: unknown kind .*'foo'"),
+    "unknown kind": (
+        "llama-old-spelling",
+        {"rope_scaling": {"type": "foo"}},
+        "rope_scaling.rope_type: unknown kind .*'foo'",
+    ),
     "dynamic": (
         "llama-old-spelling",
         {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
@@ -176,7 +180,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": {"rope_theta": 50000.0}},
         "rope_scaling: differs from rope_parameters",
     ),
-    "part of a head": ("llama-old-spelling", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: wanted 1 .*got 0.5"),
+    "part of a head": (
+        "llama-old-spelling",
+        {"partial_rotary_factor": 0.5},
+        "partial_rotary_factor: wanted 1 .*got 0.5",
+    ),
     "theta of zero": ("llama-old-spelling", {"rope_theta": 0}, "rope_theta: wanted more than 0"),
     "theta as text": ("llama-old-spelling", {"rope_theta": "big"}, "rope_theta: wanted a number, got 'big'"),
     "block as list": ("llama-old-spelling", {"rope_scaling": [1]}, "rope_scaling: wanted a JSON object"),
@@ -246,7 +254,7 @@ def test_settings_that_cannot_be_followed_are_refused_by_name(name: str, tmp_pat
 def test_a_window_that_llama_cpp_ignores_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         open_checkpoint(write_case(CASES["mistral-sentencepiece"], tmp_path / "model"))
-    assert "sliding_window: llama.cpp attends to all tokens here, so texts longer than 64 differ" in caplog.text
+    assert "sliding_window: llama.cpp attends to all tokens here, so answers differ beyond 64 tokens" in caplog.text
 
 
 def test_layers_with_a_window_in_another_pattern_are_written_down(tmp_path: Path) -> None:
@@ -272,7 +280,9 @@ def test_a_head_beside_a_tie_is_left_out_with_a_warning(tmp_path: Path, caplog: 
 def test_no_head_and_no_tie_is_refused(flag: bool | None, tmp_path: Path) -> None:
     folder = write_case(CASES["granite"], tmp_path / "model")
     edited(folder, {"tie_word_embeddings": flag})
-    with pytest.raises(ModelFileError, match="tie_word_embeddings: is false, but the checkpoint has no tensor 'lm_head"):
+    with pytest.raises(
+        ModelFileError, match="tie_word_embeddings: is false, but the checkpoint has no tensor 'lm_head"
+    ):
         open_checkpoint(folder)
 
 
@@ -318,7 +328,12 @@ def test_a_file_of_a_quantizer_refuses_the_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "dtype", "shape", "complaint"),
     [
-        ("model.layers.0.self_attn.q_proj.qweight", "I32", (4, 8), "'model.layers.0.self_attn.q_proj.qweight': .*already"),
+        (
+            "model.layers.0.self_attn.q_proj.qweight",
+            "I32",
+            (4, 8),
+            "'model.layers.0.self_attn.q_proj.qweight': .*already",
+        ),
         ("model.layers.0.self_attn.q_proj.weight_scale_inv", "F32", (1, 1), "weight_scale_inv': .* quantized already"),
         ("model.layers.0.self_attn.q_proj.weight", "F8_E4M3", (32, 32), "wanted F32, F16 or BF16, got F8_E4M3"),
         ("model.layers.0.self_attn.q_proj.weight", "I8", (32, 32), "wanted F32, F16 or BF16, got I8"),

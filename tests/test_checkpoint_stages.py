@@ -169,5 +169,3 @@ def test_a_checkpoint_cut_short_while_open_is_an_error_and_no_crash(tmp_path: Pa
     weights.write_bytes(weights.read_bytes()[:-1000])
     with pytest.raises(ModelFileError, match=r"model\.safetensors: truncated while open: tensor"):
         staged(source, (), DEFAULTS)
-
-

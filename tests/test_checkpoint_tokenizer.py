@@ -71,7 +71,9 @@ def test_merges_in_both_spellings_are_the_same(tmp_path: Path) -> None:
     def joined(tokenizer: dict[str, Any]) -> None:
         tokenizer["model"]["merges"] = [" ".join(merge) for merge in tokenizer["model"]["merges"]]
 
-    assert all(isinstance(merge, list) for merge in json.loads((GOLDEN / "llama" / TOKENIZER).read_text())["model"]["merges"])
+    assert all(
+        isinstance(merge, list) for merge in json.loads((GOLDEN / "llama" / TOKENIZER).read_text())["model"]["merges"]
+    )
     folder = folder_with(tmp_path, joined)
     assert array(folder, "tokenizer.ggml.merges") == array(GOLDEN / "llama", "tokenizer.ggml.merges")
     assert ids(stage_of(folder)) == EXPECTED["llama"]
@@ -231,7 +233,7 @@ def _first_token(tokenizer: dict[str, Any]) -> None:
         (_no_pre_tokenizer, "pre_tokenizer: wanted one, got 'None'"),
         (_normalizer, "normalizer: wanted none or NFC, got 'Lowercase'"),
         (_unigram, "model.type: wanted BPE, got 'Unigram'"),
-        (_byte_fallback, "model.byte_fallback: wanted none for byte-level BPE"),
+        (_byte_fallback, "model.byte_fallback: a SentencePiece tokenizer; wanted its tokenizer.model"),
         (_decoder, "decoder: wanted ByteLevel"),
         (_negative_id, "token 'x': wanted an id from 0, got '-1'"),
         (_huge_id, "added_tokens: wanted entries with content and an id from 0"),

@@ -53,7 +53,11 @@ class StageConfig:
 
 
 _TEXT_KEYS = {
-    "model": ("--model", "PATH", "the model: a GGUF file, the first of its shards (-00001-of-0000N.gguf), or a checkpoint folder"),
+    "model": (
+        "--model",
+        "PATH",
+        "the model: a GGUF file, the first of its shards (-00001-of-0000N.gguf), or a checkpoint folder",
+    ),
     "layers": ("--layers", "A:B", "the layers to run, half-open: 0:15 is the first fifteen"),
     "bind": (
         "--bind",

@@ -10,13 +10,14 @@ from types import MappingProxyType
 
 from skippy_zmq.errors import ModelFileError
 from skippy_zmq.sources.checkpoint.config import read_config
-from skippy_zmq.sources.checkpoint.families import describe, family_of
+from skippy_zmq.sources.checkpoint.families import family_of
+from skippy_zmq.sources.checkpoint.family import describe
 from skippy_zmq.sources.checkpoint.folder import find_files, read_tables
 from skippy_zmq.sources.checkpoint.metadata import Entry, Metadata, text, u32
 from skippy_zmq.sources.checkpoint.rope import read_rope, require_whole_heads
 from skippy_zmq.sources.checkpoint.rows import Rows, read_rows, sample
 from skippy_zmq.sources.checkpoint.safetensors_table import SourceTensor
-from skippy_zmq.sources.checkpoint.tensors import TYPES, CheckpointTensor, plan_tensors
+from skippy_zmq.sources.checkpoint.tensors import CheckpointTensor, plan_tensors
 from skippy_zmq.sources.checkpoint.tokenizer import tokenizer_metadata
 from skippy_zmq.sources.gguf_header import TensorInfo
 from skippy_zmq.sources.gguf_model import GgufModel, open_header
@@ -57,7 +58,9 @@ class Checkpoint:
     def content(self) -> str:
         """Hex SHA-256 of names, types, shapes and sampled bytes of the source tensors, however they are sharded."""
         digest = hashlib.sha256(_FORMAT)
-        sources = {segment.source.name: segment.source for tensor in self.tensors.values() for segment in tensor.segments}
+        sources = {
+            segment.source.name: segment.source for tensor in self.tensors.values() for segment in tensor.segments
+        }
         for name in sorted(sources):
             source = sources[name]
             for part in (name.encode(), source.dtype.encode(), b"".join(map(U64.pack, source.shape))):

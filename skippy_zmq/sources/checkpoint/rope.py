@@ -209,7 +209,9 @@ def llama3_factors(rope: Rope, head_length: int) -> npt.NDArray[np.float32]:
     """By what each frequency is divided: float32 [head_length / 2]. Source: the llama3 scaling of Llama 3.1."""
     factor, low, high = (rope.value(name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
     if low >= high:
-        raise rope.config.fail(f"{rope.key}.low_freq_factor", f"wanted less than high_freq_factor {high:g}, got {low:g}")
+        raise rope.config.fail(
+            f"{rope.key}.low_freq_factor", f"wanted less than high_freq_factor {high:g}, got {low:g}"
+        )
     one = np.float32(1.0)
     exponents = np.arange(0, head_length, 2, dtype=np.float32) / np.float32(head_length)
     frequencies = one / np.power(np.float64(np.float32(rope.theta)), exponents.astype(np.float64)).astype(np.float32)
@@ -254,4 +256,6 @@ def refuse_unknown(config: Config, names: tuple[str, ...]) -> None:
     for name in names:
         value = config.get(name)
         if value not in (None, False):
-            raise ModelFileError(f"{config.path}: {name}: this setting is unknown for this model, got {shown(str(value))}")
+            raise ModelFileError(
+                f"{config.path}: {name}: this setting is unknown for this model, got {shown(str(value))}"
+            )

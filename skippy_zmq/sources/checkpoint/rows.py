@@ -20,7 +20,7 @@ log = logging.getLogger("skippy_zmq.checkpoint")
 
 Rows = npt.NDArray[Any]  # [rows, row length]: float32, float16, or the bits of bfloat16 as uint16
 
-_DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 _EXPONENTS = {"F32": ("<u4", 0x7F80_0000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
 
 
@@ -57,7 +57,8 @@ def as_float32(dtype: str, values: Rows) -> npt.NDArray[np.float32]:
         wide = values.astype(np.uint32)
         wide <<= 16
         return wide.view(np.float32)
-    return values.astype(np.float32, copy=False)
+    widened: npt.NDArray[np.float32] = values.astype(np.float32, copy=False)
+    return widened
 
 
 def _read_segment(segment: Segment, first_row: int, out: Rows, heads: int) -> None:
@@ -87,7 +88,7 @@ def _read_source(source: SourceTensor, first_row: int, out: Rows) -> None:
     except OSError as error:
         raise ModelFileError(f"{source.path}: cannot open: {error.strerror}") from None
     try:
-        read_bytes(descriptor, source, first_row * source.row_bytes, memoryview(out).cast("B"))
+        read_bytes(descriptor, source, first_row * source.row_bytes, out.data.cast("B"))
     finally:
         os.close(descriptor)
 
@@ -95,7 +96,9 @@ def _read_source(source: SourceTensor, first_row: int, out: Rows) -> None:
 def _check_finite(source: SourceTensor, values: Rows) -> None:
     bits, exponent = _EXPONENTS[source.dtype]
     if bool(((values.view(bits) & exponent) == exponent).any()):
-        raise ModelFileError(f"{source.path}: tensor {shown(source.name)}: holds values that are infinite or not a number")
+        raise ModelFileError(
+            f"{source.path}: tensor {shown(source.name)}: holds values that are infinite or not a number"
+        )
 
 
 def sample(path: Path, offset: int, length: int) -> bytes:

@@ -75,7 +75,7 @@ def read_table(path: Path) -> tuple[SourceTensor, ...]:
 
 
 def read_bytes(descriptor: int, tensor: SourceTensor, start: int, out: memoryview) -> None:
-    """Fill ``out`` with the bytes of ``tensor`` from ``start`` on; raise ModelFileError where the file became shorter."""
+    """Fill ``out`` with bytes of ``tensor`` from ``start`` on; raise ModelFileError where the file became shorter."""
     done = 0
     while done < len(out):
         try:
@@ -84,8 +84,7 @@ def read_bytes(descriptor: int, tensor: SourceTensor, start: int, out: memoryvie
             raise ModelFileError(f"{tensor.path}: cannot read tensor {shown(tensor.name)}: {error.strerror}") from None
         if count == 0:
             raise ModelFileError(
-                f"{tensor.path}: truncated while open: tensor {shown(tensor.name)}: "
-                f"wanted {len(out)} bytes, got {done}"
+                f"{tensor.path}: truncated while open: tensor {shown(tensor.name)}: wanted {len(out)} bytes, got {done}"
             )
         done += count
 

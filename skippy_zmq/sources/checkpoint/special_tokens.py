@@ -82,9 +82,7 @@ def _from_settings(folder: Path, settings: Mapping[str, Any]) -> _Specials:
     return specials
 
 
-def _from_post_processor(
-    folder: Path, tokenizer: Mapping[str, Any], specials: _Specials, has_settings: bool
-) -> None:
+def _from_post_processor(folder: Path, tokenizer: Mapping[str, Any], specials: _Specials, has_settings: bool) -> None:
     """Whether a single text gets a first and a last token, by the template in tokenizer.json."""
     processor = tokenizer.get("post_processor")
     if not isinstance(processor, dict):

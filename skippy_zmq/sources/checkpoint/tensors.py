@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from skippy_zmq.errors import ModelFileError
 from skippy_zmq.sources.checkpoint.config import Config
-from skippy_zmq.sources.checkpoint.families import Family, head_length, tied
+from skippy_zmq.sources.checkpoint.family import Family, head_length, tied
 from skippy_zmq.sources.checkpoint.rope import Rope, llama3_factors, long_factors
 from skippy_zmq.sources.checkpoint.safetensors_table import SourceTensor
 from skippy_zmq.sources.ggml_types import F32, TENSOR_TYPES
@@ -174,9 +174,7 @@ def _language_tensors(
 
 def _type(source: SourceTensor) -> int:
     if source.dtype not in TYPES:
-        raise ModelFileError(
-            f"{source.path}: tensor {shown(source.name)}: wanted F32, F16 or BF16, got {source.dtype}"
-        )
+        raise ModelFileError(f"{source.path}: tensor {shown(source.name)}: wanted F32, F16 or BF16, got {source.dtype}")
     return TYPES[source.dtype]
 
 
@@ -253,7 +251,9 @@ def _stacked(names: _NameMap, config: Config, name: str, members: Mapping[int, S
 
 
 def _check_experts(config: Config, source: SourceTensor, count: int) -> None:
-    wanted = config.optional_count("num_experts" if config.values.get("num_experts") is not None else "num_local_experts")
+    wanted = config.optional_count(
+        "num_experts" if config.values.get("num_experts") is not None else "num_local_experts"
+    )
     if count != wanted:
         raise ModelFileError(f"{source.path}: tensor {shown(source.name)}: wanted {wanted} experts, got {count}")
 
@@ -270,5 +270,3 @@ def _computed(config: Config, rope: Rope) -> Iterator[CheckpointTensor]:
 
 def _constant(name: str, values: npt.NDArray[np.float32]) -> CheckpointTensor:
     return CheckpointTensor(name, F32, (len(values),), (), values=values)
-
-

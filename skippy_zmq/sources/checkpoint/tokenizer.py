@@ -7,7 +7,7 @@ from typing import Any
 
 from skippy_zmq.errors import ModelFileError
 from skippy_zmq.sources.checkpoint.config import Config
-from skippy_zmq.sources.checkpoint.families import Family
+from skippy_zmq.sources.checkpoint.family import Family
 from skippy_zmq.sources.checkpoint.json_file import MAX_TOKENIZER_BYTES, read_object
 from skippy_zmq.sources.checkpoint.metadata import Metadata, flag
 from skippy_zmq.sources.checkpoint.special_tokens import special_metadata

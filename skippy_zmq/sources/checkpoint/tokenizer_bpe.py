@@ -18,7 +18,7 @@ log = logging.getLogger("skippy_zmq.checkpoint")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 _SPACE, _ENCODED_SPACE = " ", "\u0120"  # merges are joined by a space in GGUF; byte-level BPE has another sign for it
-_FALSE_OR_ABSENT = ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix", "dropout")
+_FALSE_OR_ABSENT = ("continuing_subword_prefix", "end_of_word_suffix", "dropout")
 
 
 def bpe_metadata(path: Path, tokenizer: Mapping[str, Any], n_rows: int) -> Metadata:
@@ -37,9 +37,7 @@ def bpe_metadata(path: Path, tokenizer: Mapping[str, Any], n_rows: int) -> Metad
     ignore_merges = model.get("ignore_merges", False)
     if not isinstance(ignore_merges, bool):
         raise ModelFileError(f"{path}: ignore_merges: wanted true or false, got {shown(str(ignore_merges))}")
-    pre = find_pre_tokenizer(
-        path, tokenizer.get("pre_tokenizer"), ignore_merges=ignore_merges, merges_decide=decide
-    )
+    pre = find_pre_tokenizer(path, tokenizer.get("pre_tokenizer"), ignore_merges=ignore_merges, merges_decide=decide)
     return {
         "tokenizer.ggml.model": text("gpt2"),
         "tokenizer.ggml.pre": text(pre.name),
@@ -50,7 +48,7 @@ def bpe_metadata(path: Path, tokenizer: Mapping[str, Any], n_rows: int) -> Metad
 
 
 def looks_special(content: str) -> bool:
-    """Whether a token that is not marked as special is one all the same, by its look (as llama.cpp's converter judges)."""
+    """Whether a token that is not marked as special is one all the same, by its look (as llama.cpp's converter does)."""
     return (
         content in ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
         or (content.startswith("<|") and content.endswith("|>"))
@@ -64,6 +62,10 @@ def _model(path: Path, tokenizer: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
         kind = model.get("type") if isinstance(model, dict) else model
         raise ModelFileError(f"{path}: model.type: wanted BPE, got {shown(str(kind))}")
+    if model.get("byte_fallback"):
+        raise ModelFileError(
+            f"{path}: model.byte_fallback: a SentencePiece tokenizer; wanted its tokenizer.model beside"
+        )
     for key in _FALSE_OR_ABSENT:
         if model.get(key):
             raise ModelFileError(f"{path}: model.{key}: wanted none for byte-level BPE, got {shown(str(model[key]))}")
@@ -93,7 +95,9 @@ def _vocabulary(path: Path, vocabulary: object) -> dict[str, int]:
         raise ModelFileError(f"{path}: model.vocab: wanted a map of tokens to ids")
     for token, number in vocabulary.items():
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < MAX_TOKENS:
-            raise ModelFileError(f"{path}: model.vocab: token {shown(token)}: wanted an id from 0, got {shown(str(number))}")
+            raise ModelFileError(
+                f"{path}: model.vocab: token {shown(token)}: wanted an id from 0, got {shown(str(number))}"
+            )
     return vocabulary
 
 
@@ -106,8 +110,8 @@ def _added_tokens(path: Path, entries: object) -> dict[str, tuple[int, bool]]:
     added: dict[str, tuple[int, bool]] = {}
     for entry in entries:
         content, number = (entry.get("content"), entry.get("id")) if isinstance(entry, dict) else (None, None)
-        valid = isinstance(number, int) and not isinstance(number, bool) and 0 <= number < MAX_TOKENS
-        if not isinstance(content, str) or not content or not valid:
+        is_id = isinstance(number, int) and not isinstance(number, bool) and 0 <= number < MAX_TOKENS
+        if not isinstance(content, str) or not content or not isinstance(number, int) or not is_id:
             raise ModelFileError(f"{path}: added_tokens: wanted entries with content and an id from 0")
         if content in added:
             raise ModelFileError(f"{path}: added_tokens: token {shown(content)} appears twice")
