@@ -54,6 +54,26 @@ TEXTS = [
     "हिन्दी",
     "\u200bzero width",
     "x²",
+    "A.B.C. and e.g.",
+    "it's we're they'll SHE'D",
+    "tab\tthen newline\t\n x",
+    "\n\n\n",
+    "   ",
+    "3.14159, 2,718; 1/2",
+    "C++ & C#",
+    "[brackets] {braces} (parentheses)",
+    "\u201cquotes\u201d and \u2018single\u2019",
+    "em\u2014dash \u2013 en",
+    "ÄÖÜ straße",
+    "日本語とEnglish混ぜる",
+    "٠١٢٣ Ⅷ ½",
+    "e\u0301 combining",
+    "👍🏽👨‍💻",
+    "\t\t\tindented",
+    "foo_bar-baz.qux",
+    "UPPER lower Title",
+    "hello   \n\n  world",
+    "<user> says",
 ]
 
 
@@ -130,7 +150,30 @@ def write_tokenizations() -> None:
     for golden in ("llama", "qwen2", "mistral"):
         tokenizer = Tokenizer.from_file(str(files.GOLDEN / golden / "tokenizer.json"))
         expected[golden] = [tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS]
+    train_unsplit()
+    content = json.loads(files.UNSPLIT.read_text())
+    expected["pre_tokenizers"] = {}
+    for name, settings in files.PRE_TOKENIZERS.items():
+        tokenizer = Tokenizer.from_str(json.dumps({**content, "pre_tokenizer": settings}))
+        expected["pre_tokenizers"][name] = [tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS]
     (files.CHECKPOINTS / "tokenizations.json").write_text(json.dumps(expected) + "\n")
+
+
+def train_unsplit() -> None:
+    """A byte-level vocabulary whose merges go across words."""
+    if files.UNSPLIT.exists():
+        return
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=508, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), max_token_length=6, show_progress=False
+    )
+    tokenizer.train_from_iterator([text for text in TEXTS for _ in range(3)], trainer)
+    tokenizer.add_special_tokens(["<|bos|>", "<|eos|>"])
+    tokenizer.save(str(files.UNSPLIT), pretty=False)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,38 @@ DATA = Path(__file__).parent / "data"
 GOLDEN = DATA / "golden"
 CHECKPOINTS = DATA / "checkpoints"
 SENTENCEPIECE = CHECKPOINTS / "sentencepiece.model"
+UNSPLIT = CHECKPOINTS / "unsplit-tokenizer.json"  # its merges go across words, so that every split of a text shows
 VOCABULARY = 512  # rows of the tokenizers used here
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD, LAYERS = 32, 48, 4, 2, 8, 2
+
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+_WORDS = {**_BYTES, "use_regex": True}
+_CASED = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _regex(pattern: str) -> dict[str, Any]:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {"type": "Sequence", "pretokenizers": [split, _BYTES]}
+
+
+def _cased(suffix: str, digits: str) -> str:
+    upper, lower = _CASED
+    words = rf"[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+{suffix}|[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*{suffix}"
+    return words + rf"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+# pre-tokenizers as tokenizer.json has them in published models, by llama.cpp's names
+PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
+    "llama-bpe": _regex(_SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + _REST),
+    "qwen2": _regex(_SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _REST),
+    "tekken": _regex(_cased("", r"\p{N}")),
+    "gpt-4o": _regex(_cased(_SUFFIX + "?", r"\p{N}{1,3}")),
+    "gpt-2": _WORDS,
+    "smollm": {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, _WORDS]},
+}
 
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]  # name: dtype, shape, bytes
 
@@ -304,6 +333,18 @@ CASES: dict[str, Case] = {
         _dense(fused=True),
         spm=True,
         settings={"added_tokens_decoder": {"511": {"content": "<|end|>", "special": True}}},
+    ),
+    "phi3-partial-rotation": Case(
+        _config(
+            "Phi3ForCausalLM",
+            "phi3",
+            original_max_position_embeddings=64,
+            partial_rotary_factor=0.75,
+            rope_scaling={"type": "longrope", "long_factor": _FACTORS[:3], "short_factor": _FACTORS[1:]},
+            tie_word_embeddings=True,
+        ),
+        _dense(fused=True, tied=True),
+        settings={"tokenizer_class": "GPT2Tokenizer"},
     ),
     "granite": Case(
         _config(

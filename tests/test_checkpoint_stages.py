@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
+import logging
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -134,6 +137,34 @@ def test_recipes_are_for_checkpoints_only() -> None:
 def test_an_importance_matrix_without_a_recipe_is_refused() -> None:
     with pytest.raises(OptionError, match="imatrix: wanted a recipe"):
         open_with_options(GOLDEN / "llama", StageOptions(imatrix="im.dat"))
+
+
+def _importances(path: Path, entries: dict[str, int]) -> None:
+    """An importance matrix in the legacy format: ones for each column."""
+    out = struct.pack("<i", len(entries))
+    for name, length in entries.items():
+        out += struct.pack("<i", len(name)) + name.encode() + struct.pack("<ii", 1, length)
+        out += np.ones(length, "<f4").tobytes()
+    path.write_bytes(out)
+
+
+def test_a_relative_importance_matrix_lies_beside_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_case(CASES["granite"], tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    options = StageOptions(quant="Q4_0", imatrix="im.dat", threads=1)
+    with pytest.raises(ModelFileError, match=r"model/im\.dat: wanted an importance matrix"):
+        open_with_options(folder, options)
+    _importances(folder / "im.dat", {"blk.0.attn_q.weight": 32})
+    with caplog.at_level(logging.INFO):
+        found = open_with_options(folder, options)
+    assert hashlib.sha256((folder / "im.dat").read_bytes()).hexdigest() in caplog.text
+    assert open_with_options(folder / "model.safetensors", options).identity() == found.identity()
+    absolute = StageOptions(quant="Q4_0", imatrix=str(folder / "im.dat"), threads=1)
+    assert open_with_options(folder, absolute).identity() == found.identity()
+    without = StageOptions(quant="Q4_0", threads=1)
+    assert open_with_options(folder, without).identity() != found.identity()
 
 
 @pytest.mark.parametrize("boundaries", [(), (1,)], ids=str)

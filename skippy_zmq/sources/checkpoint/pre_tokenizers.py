@@ -23,9 +23,6 @@ _CASED_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 _THREE_DIGITS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _TAIL
 _ONE_DIGIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _TAIL
-_MARKS = (
-    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 _TEKKEN = _CASED_WORD + "|" + _CASED_NAME + r"|\p{N}" + _CASED_TAIL
 _GPT_4O = f"{_CASED_WORD}{_CONTRACTIONS}?|{_CASED_NAME}{_CONTRACTIONS}?" + r"|\p{N}{1,3}" + _CASED_TAIL
 
@@ -50,7 +47,6 @@ def _split(regex: str) -> tuple[_Step, ...]:
 _KNOWN: dict[tuple[_Step, ...], tuple[PreTokenizer, ...]] = {
     _split(_THREE_DIGITS): (PreTokenizer("llama-bpe", True), PreTokenizer("smaug-bpe", False)),
     _split(_ONE_DIGIT): (PreTokenizer("qwen2", False),),
-    _split(_MARKS): (PreTokenizer("qwen35", False),),
     _split(_TEKKEN): (PreTokenizer("tekken", True),),
     _split(_GPT_4O): (PreTokenizer("gpt-4o", False),),
     (_BYTE_LEVEL_WORDS,): (PreTokenizer("gpt-2", False),),

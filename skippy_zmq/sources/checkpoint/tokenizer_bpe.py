@@ -48,7 +48,7 @@ def bpe_metadata(path: Path, tokenizer: Mapping[str, Any], n_rows: int) -> Metad
 
 
 def looks_special(content: str) -> bool:
-    """Whether a token that is not marked as special is one all the same, by its look (as llama.cpp's converter does)."""
+    """Whether a token that is not marked as special is one all the same, by its look, as llama.cpp's converter does."""
     return (
         content in ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
         or (content.startswith("<|") and content.endswith("|>"))
