@@ -9,6 +9,7 @@ namespace skippy {
 namespace {
 
 constexpr int64_t slab_elements = int64_t{8} << 20; // made at a time: 32 MiB as f32
+constexpr size_t buffer_bytes = size_t{1} << 20;
 
 } // namespace
 
@@ -33,8 +34,9 @@ VirtualFile::VirtualFile(std::string header, std::vector<VirtualTensor> tensors,
     if (stream_ == nullptr) {
         throw std::runtime_error(std::string("cannot make a stream: ") + std::strerror(errno));
     }
-    // Each read goes straight into the reader's memory; a buffer would split it and read ahead of it.
-    std::setvbuf(stream_, nullptr, _IONBF, 0);
+    // The C library reads such streams through their buffer, always: without one, byte by byte.
+    buffer_.resize(buffer_bytes);
+    std::setvbuf(stream_, buffer_.data(), _IOFBF, buffer_.size());
 }
 
 VirtualFile::~VirtualFile() { std::fclose(stream_); }
@@ -66,33 +68,45 @@ int VirtualFile::seek(off64_t *offset, int whence) {
         return -1;
     }
     *offset += base;
-    position_ = static_cast<uint64_t>(*offset);
+    const auto position = static_cast<uint64_t>(*offset);
+    if (position != position_) {
+        // On its way to a tensor the C library reads from the start of a block of the buffer's size, which may lie in
+        // the tensor before. A reader begins where tensors do; nothing is made for anybody else.
+        const VirtualTensor *tensor = tensor_at(position);
+        const bool at_hand = slab_.data != nullptr && position >= slab_start_ && position < slab_start_ + slab_.nbytes;
+        looking_around_ = tensor != nullptr && tensor->own && position != tensor->offset && !at_hand;
+    }
+    position_ = position;
     return 0;
 }
 
+// The tensor that has a byte at `position`, or null.
+const VirtualTensor *VirtualFile::tensor_at(uint64_t position) const {
+    const auto next = std::upper_bound(tensors_.begin(), tensors_.end(), position,
+                                       [](uint64_t at, const VirtualTensor &tensor) { return at < tensor.offset; });
+    const VirtualTensor *tensor = next == tensors_.begin() ? nullptr : &*(next - 1);
+    return tensor != nullptr && position < tensor->offset + tensor->nbytes() ? tensor : nullptr;
+}
+
+// Ends where a tensor ends, so that the buffer holds nothing of the next one, which may never be asked for.
 ssize_t VirtualFile::read(char *out, size_t size) {
-    size_t done = 0;
+    if (looking_around_ || position_ >= size_) {
+        return 0;
+    }
+    size_t step = size;
     try {
-        while (done < size && position_ < size_) {
-            size_t step = size - done;
-            if (position_ < header_.size()) {
-                step = std::min(step, header_.size() - position_);
-                std::memcpy(out + done, header_.data() + position_, step);
-            } else {
-                const auto next =
-                    std::upper_bound(tensors_.begin(), tensors_.end(), position_,
-                                     [](uint64_t at, const VirtualTensor &tensor) { return at < tensor.offset; });
-                const VirtualTensor *tensor = next == tensors_.begin() ? nullptr : &*(next - 1);
-                if (tensor != nullptr && position_ < tensor->offset + tensor->nbytes()) {
-                    step = std::min<uint64_t>(step, tensor->offset + tensor->nbytes() - position_);
-                    step = tensor->own ? read_own(*tensor, out + done, step) : step;
-                } else { // padding; behind the last tensor there is none
-                    step = std::min<uint64_t>(step, next->offset - position_);
-                    std::memset(out + done, 0, step);
-                }
-            }
-            position_ += step;
-            done += step;
+        if (position_ < header_.size()) {
+            step = std::min(step, header_.size() - position_);
+            std::memcpy(out, header_.data() + position_, step);
+        } else if (const VirtualTensor *tensor = tensor_at(position_)) {
+            step = std::min<uint64_t>(step, tensor->offset + tensor->nbytes() - position_);
+            step = tensor->own ? read_own(*tensor, out, step) : step;
+        } else { // padding; behind the last tensor there is none
+            const auto next =
+                std::upper_bound(tensors_.begin(), tensors_.end(), position_,
+                                 [](uint64_t at, const VirtualTensor &tensor) { return at < tensor.offset; });
+            step = std::min<uint64_t>(step, next->offset - position_);
+            std::memset(out, 0, step);
         }
     } catch (...) {
         error_ = std::current_exception();
@@ -100,7 +114,8 @@ ssize_t VirtualFile::read(char *out, size_t size) {
         errno = EIO;
         return -1;
     }
-    return static_cast<ssize_t>(done);
+    position_ += step;
+    return static_cast<ssize_t>(step);
 }
 
 // Returns how much was read, at least one byte.

@@ -57,6 +57,7 @@ class VirtualFile {
   private:
     ssize_t read(char *out, size_t size);
     int seek(off64_t *offset, int whence);
+    const VirtualTensor *tensor_at(uint64_t position) const;
     size_t read_own(const VirtualTensor &tensor, char *out, size_t size);
     void make_slab(const VirtualTensor &tensor, uint64_t at);
 
@@ -65,7 +66,9 @@ class VirtualFile {
     Produce produce_;
     WeightFiles::Progress progress_;
     uint64_t size_ = 0, position_ = 0, made_ = 0;
+    std::vector<char> buffer_;
     std::FILE *stream_ = nullptr;
+    bool looking_around_ = false; // the C library went where no reader wants to read
     std::exception_ptr error_;
     Rows slab_;
     uint64_t slab_start_ = 0; // position in the file; meaningless while the slab is empty
