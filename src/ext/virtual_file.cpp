@@ -4,18 +4,20 @@
 #include <cerrno>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 namespace skippy {
 namespace {
 
 constexpr int64_t slab_elements = int64_t{8} << 20; // made at a time: 32 MiB as f32
+constexpr size_t buffer_bytes = size_t{1} << 20;    // the C library reads nothing past it
 
 } // namespace
 
 VirtualFile::VirtualFile(std::string header, std::vector<VirtualTensor> tensors, Produce produce,
                          WeightFiles::Progress progress)
     : header_(std::move(header)), tensors_(std::move(tensors)), produce_(std::move(produce)),
-      progress_(std::move(progress)), size_(header_.size()) {
+      progress_(std::move(progress)), size_(header_.size()), buffer_(buffer_bytes) {
     for (const VirtualTensor &tensor : tensors_) {
         if (tensor.offset < size_) {
             throw std::invalid_argument("tensor '" + tensor.name + "' begins at byte " + std::to_string(tensor.offset) +
@@ -33,8 +35,7 @@ VirtualFile::VirtualFile(std::string header, std::vector<VirtualTensor> tensors,
     if (stream_ == nullptr) {
         throw std::runtime_error(std::string("cannot make a stream: ") + std::strerror(errno));
     }
-    // Each read goes straight into the reader's memory; a buffer would split it and read ahead of it.
-    std::setvbuf(stream_, nullptr, _IONBF, 0);
+    std::setvbuf(stream_, buffer_.data(), _IOFBF, buffer_.size());
 }
 
 VirtualFile::~VirtualFile() { std::fclose(stream_); }
@@ -59,7 +60,17 @@ void VirtualFile::rethrow() const {
     }
 }
 
+// The tensor whose bytes lie there, or null: header, padding, end.
+const VirtualTensor *VirtualFile::at_position() const {
+    const auto next = std::upper_bound(tensors_.begin(), tensors_.end(), position_,
+                                       [](uint64_t at, const VirtualTensor &tensor) { return at < tensor.offset; });
+    const VirtualTensor *tensor = next == tensors_.begin() ? nullptr : &*(next - 1);
+    return tensor != nullptr && position_ < tensor->offset + tensor->nbytes() ? tensor : nullptr;
+}
+
+// Before each read llama.cpp asks where it stands, and reads no further than to the end of the file.
 int VirtualFile::seek(off64_t *offset, int whence) {
+    const bool asks = whence == SEEK_CUR && *offset == 0;
     const auto base = static_cast<off64_t>(whence == SEEK_SET ? 0 : whence == SEEK_CUR ? position_ : size_);
     if (base + *offset < 0) {
         errno = EINVAL;
@@ -67,32 +78,29 @@ int VirtualFile::seek(off64_t *offset, int whence) {
     }
     *offset += base;
     position_ = static_cast<uint64_t>(*offset);
+    sought_ = whence == SEEK_SET;
+    if (const VirtualTensor *tensor = asks ? at_position() : nullptr; tensor != nullptr && !tensor->own) {
+        *offset = static_cast<off64_t>(size_);
+    }
     return 0;
 }
 
+// Never reads beyond a tensor, nor beyond the header: who fills a buffer wants no other tensor made.
 ssize_t VirtualFile::read(char *out, size_t size) {
-    size_t done = 0;
+    const VirtualTensor *tensor = at_position();
+    // To seek to a tensor, the C library seeks to a round number before it and reads up to it, to fill its buffer;
+    // given nothing it seeks on. llama.cpp itself seeks to the beginnings of tensors only.
+    if (std::exchange(sought_, false) && tensor != nullptr && position_ != tensor->offset) {
+        return 0;
+    }
+    size_t step = 0;
     try {
-        while (done < size && position_ < size_) {
-            size_t step = size - done;
-            if (position_ < header_.size()) {
-                step = std::min(step, header_.size() - position_);
-                std::memcpy(out + done, header_.data() + position_, step);
-            } else {
-                const auto next =
-                    std::upper_bound(tensors_.begin(), tensors_.end(), position_,
-                                     [](uint64_t at, const VirtualTensor &tensor) { return at < tensor.offset; });
-                const VirtualTensor *tensor = next == tensors_.begin() ? nullptr : &*(next - 1);
-                if (tensor != nullptr && position_ < tensor->offset + tensor->nbytes()) {
-                    step = std::min<uint64_t>(step, tensor->offset + tensor->nbytes() - position_);
-                    step = tensor->own ? read_own(*tensor, out + done, step) : step;
-                } else { // padding; behind the last tensor there is none
-                    step = std::min<uint64_t>(step, next->offset - position_);
-                    std::memset(out + done, 0, step);
-                }
-            }
-            position_ += step;
-            done += step;
+        if (position_ < header_.size()) {
+            step = std::min(size, header_.size() - position_);
+            std::memcpy(out, header_.data() + position_, step);
+        } else if (tensor != nullptr) {
+            step = std::min<uint64_t>(size, tensor->offset + tensor->nbytes() - position_);
+            step = tensor->own ? read_own(*tensor, out, step) : step;
         }
     } catch (...) {
         error_ = std::current_exception();
@@ -100,7 +108,8 @@ ssize_t VirtualFile::read(char *out, size_t size) {
         errno = EIO;
         return -1;
     }
-    return static_cast<ssize_t>(done);
+    position_ += step;
+    return static_cast<ssize_t>(step);
 }
 
 // Returns how much was read, at least one byte.
