@@ -4,19 +4,20 @@
 #include <cerrno>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 namespace skippy {
 namespace {
 
 constexpr int64_t slab_elements = int64_t{8} << 20; // made at a time: 32 MiB as f32
-constexpr size_t buffer_bytes = size_t{1} << 20;
+constexpr size_t buffer_bytes = size_t{1} << 20;    // the C library reads nothing past it
 
 } // namespace
 
 VirtualFile::VirtualFile(std::string header, std::vector<VirtualTensor> tensors, Produce produce,
                          WeightFiles::Progress progress)
     : header_(std::move(header)), tensors_(std::move(tensors)), produce_(std::move(produce)),
-      progress_(std::move(progress)), size_(header_.size()) {
+      progress_(std::move(progress)), size_(header_.size()), buffer_(buffer_bytes) {
     for (const VirtualTensor &tensor : tensors_) {
         if (tensor.offset < size_) {
             throw std::invalid_argument("tensor '" + tensor.name + "' begins at byte " + std::to_string(tensor.offset) +
@@ -34,8 +35,6 @@ VirtualFile::VirtualFile(std::string header, std::vector<VirtualTensor> tensors,
     if (stream_ == nullptr) {
         throw std::runtime_error(std::string("cannot make a stream: ") + std::strerror(errno));
     }
-    // The C library reads such streams through their buffer, always: without one, byte by byte.
-    buffer_.resize(buffer_bytes);
     std::setvbuf(stream_, buffer_.data(), _IOFBF, buffer_.size());
 }
 
@@ -61,52 +60,47 @@ void VirtualFile::rethrow() const {
     }
 }
 
+// The tensor whose bytes lie there, or null: header, padding, end.
+const VirtualTensor *VirtualFile::at_position() const {
+    const auto next = std::upper_bound(tensors_.begin(), tensors_.end(), position_,
+                                       [](uint64_t at, const VirtualTensor &tensor) { return at < tensor.offset; });
+    const VirtualTensor *tensor = next == tensors_.begin() ? nullptr : &*(next - 1);
+    return tensor != nullptr && position_ < tensor->offset + tensor->nbytes() ? tensor : nullptr;
+}
+
+// Before each read llama.cpp asks where it stands, and reads no further than to the end of the file.
 int VirtualFile::seek(off64_t *offset, int whence) {
+    const bool asks = whence == SEEK_CUR && *offset == 0;
     const auto base = static_cast<off64_t>(whence == SEEK_SET ? 0 : whence == SEEK_CUR ? position_ : size_);
     if (base + *offset < 0) {
         errno = EINVAL;
         return -1;
     }
     *offset += base;
-    const auto position = static_cast<uint64_t>(*offset);
-    if (position != position_) {
-        // On its way to a tensor the C library reads from the start of a block of the buffer's size, which may lie in
-        // the tensor before. A reader begins where tensors do; nothing is made for anybody else.
-        const VirtualTensor *tensor = tensor_at(position);
-        const bool at_hand = slab_.data != nullptr && position >= slab_start_ && position < slab_start_ + slab_.nbytes;
-        looking_around_ = tensor != nullptr && tensor->own && position != tensor->offset && !at_hand;
+    position_ = static_cast<uint64_t>(*offset);
+    sought_ = whence == SEEK_SET;
+    if (const VirtualTensor *tensor = asks ? at_position() : nullptr; tensor != nullptr && !tensor->own) {
+        *offset = static_cast<off64_t>(size_);
     }
-    position_ = position;
     return 0;
 }
 
-// The tensor that has a byte at `position`, or null.
-const VirtualTensor *VirtualFile::tensor_at(uint64_t position) const {
-    const auto next = std::upper_bound(tensors_.begin(), tensors_.end(), position,
-                                       [](uint64_t at, const VirtualTensor &tensor) { return at < tensor.offset; });
-    const VirtualTensor *tensor = next == tensors_.begin() ? nullptr : &*(next - 1);
-    return tensor != nullptr && position < tensor->offset + tensor->nbytes() ? tensor : nullptr;
-}
-
-// Ends where a tensor ends, so that the buffer holds nothing of the next one, which may never be asked for.
+// Never reads beyond a tensor, nor beyond the header: who fills a buffer wants no other tensor made.
 ssize_t VirtualFile::read(char *out, size_t size) {
-    if (looking_around_ || position_ >= size_) {
+    const VirtualTensor *tensor = at_position();
+    // To seek to a tensor, the C library seeks to a round number before it and reads up to it, to fill its buffer;
+    // given nothing it seeks on. llama.cpp itself seeks to the beginnings of tensors only.
+    if (std::exchange(sought_, false) && tensor != nullptr && position_ != tensor->offset) {
         return 0;
     }
-    size_t step = size;
+    size_t step = 0;
     try {
         if (position_ < header_.size()) {
-            step = std::min(step, header_.size() - position_);
+            step = std::min(size, header_.size() - position_);
             std::memcpy(out, header_.data() + position_, step);
-        } else if (const VirtualTensor *tensor = tensor_at(position_)) {
-            step = std::min<uint64_t>(step, tensor->offset + tensor->nbytes() - position_);
+        } else if (tensor != nullptr) {
+            step = std::min<uint64_t>(size, tensor->offset + tensor->nbytes() - position_);
             step = tensor->own ? read_own(*tensor, out, step) : step;
-        } else { // padding; behind the last tensor there is none
-            const auto next =
-                std::upper_bound(tensors_.begin(), tensors_.end(), position_,
-                                 [](uint64_t at, const VirtualTensor &tensor) { return at < tensor.offset; });
-            step = std::min<uint64_t>(step, next->offset - position_);
-            std::memset(out, 0, step);
         }
     } catch (...) {
         error_ = std::current_exception();

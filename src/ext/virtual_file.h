@@ -45,7 +45,7 @@ class VirtualFile {
     VirtualFile(const VirtualFile &) = delete;
     VirtualFile &operator=(const VirtualFile &) = delete;
 
-    // What is not this stage's own is left as the reader's memory is: nothing may look at it.
+    // What is not this stage's own is never made: llama.cpp is told that the file ends there, and reads nothing.
     void set_own(const std::function<bool(const std::string &)> &owns);
     const std::vector<VirtualTensor> &tensors() const { return tensors_; }
     uint64_t own_bytes() const;
@@ -57,7 +57,7 @@ class VirtualFile {
   private:
     ssize_t read(char *out, size_t size);
     int seek(off64_t *offset, int whence);
-    const VirtualTensor *tensor_at(uint64_t position) const;
+    const VirtualTensor *at_position() const;
     size_t read_own(const VirtualTensor &tensor, char *out, size_t size);
     void make_slab(const VirtualTensor &tensor, uint64_t at);
 
@@ -66,9 +66,9 @@ class VirtualFile {
     Produce produce_;
     WeightFiles::Progress progress_;
     uint64_t size_ = 0, position_ = 0, made_ = 0;
+    bool sought_ = false; // to an absolute position, and nothing read since
     std::vector<char> buffer_;
     std::FILE *stream_ = nullptr;
-    bool looking_around_ = false; // the C library went where no reader wants to read
     std::exception_ptr error_;
     Rows slab_;
     uint64_t slab_start_ = 0; // position in the file; meaningless while the slab is empty
