@@ -34,8 +34,8 @@ _SOCKET_DIRECTORY = "/tmp"  # where the usual place for temporary files has too 
 class LocalPipeline:
     """Runs ``model`` as ``stages`` processes; use it with ``with``.
 
-    ``model``: a GGUF file, the first of its shards, a layer package, or ``hf://owner/name[@revision][/file]``, which is
-    fetched here.
+    ``model``: a GGUF file, the first of its shards, a layer package, a checkpoint folder, or
+    ``hf://owner/name[@revision][/file]``, which is fetched here.
     ``split``: layer numbers to cut at, in place of a cut into stages that take equally long. ``options``, and single
     ones by keyword
     (``ctx_size=512``), are those of ``python -m skippy_zmq.stage``. ``uncertified``: run an architecture that

@@ -56,10 +56,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _serve(config: StageConfig) -> None:
+    from skippy_zmq.runtime.opening import open_with_options
     from skippy_zmq.runtime.row_class_cache import stage_row_class
     from skippy_zmq.runtime.stage_model import StageModel  # loads llama.cpp
     from skippy_zmq.sources.hub import Hub
-    from skippy_zmq.sources.models import open_model
     from skippy_zmq.sources.references import locate
     from skippy_zmq.stage.engine import Stage
     from skippy_zmq.stage.pages import LanePages
@@ -71,7 +71,7 @@ def _serve(config: StageConfig) -> None:
         raise OptionError("--exit-with-stdin: there is no standard input")
     with contextlib.ExitStack() as stack:
         located = locate(config.model, config.layers, open_hub=partial(Hub, progress=config.progress))
-        source = open_model(located.path)
+        source = open_with_options(located.path, config.options)
         check_role(config, source.n_layers)
         check_certified(source, uncertified=config.uncertified)
         factory = SocketFactory(security=_security(config), limits=SocketLimits(frame_bytes=MAX_PAYLOAD_BYTES))

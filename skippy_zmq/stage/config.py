@@ -56,7 +56,7 @@ _TEXT_KEYS = {
     "model": (
         "--model",
         "MODEL",
-        "a GGUF file, the first of its shards (-00001-of-0000N.gguf), a layer package, or "
+        "a GGUF file, the first of its shards (-00001-of-0000N.gguf), a layer package, a checkpoint folder, or "
         "hf://owner/name[@revision][/file]",
     ),
     "layers": ("--layers", "A:B", "the layers to run, half-open: 0:15 is the first fifteen"),
