@@ -103,6 +103,8 @@ OPTIONS: dict[str, object] = {
     "repack": False,
     "check_tensors": True,
     "host_buffer": False,
+    "quant": "Q4_K_M",
+    "imatrix": "im.dat",
     "reproducible": True,
     "chunk_policy": "fixed",
     "chunk_sizes": (32,),

@@ -58,6 +58,8 @@ SETTINGS: dict[str, tuple[list[str], Any, Any]] = {
     "repack": (["--no-repack"], False, False),
     "check_tensors": (["--check-tensors"], True, True),
     "host_buffer": (["--no-host-buffer"], False, False),
+    "quant": (["--quant", "q4_k_m"], "Q4_K_M", "Q4_K_M"),
+    "imatrix": (["--imatrix", "im.dat"], "im.dat", "im.dat"),
     "chunk_policy": (["--chunk-policy", "schedule"], "schedule", "schedule"),
     "chunk_sizes": (["--chunk-sizes", "64, 128"], [64, 128], (64, 128)),
     "chunk_target_ms": (["--chunk-target-ms", "50"], 50, 50),
