@@ -11,12 +11,13 @@ PIP_FRESH := $(if $(CMAKE_ARGS),--no-cache-dir --force-reinstall)
 RPC_VENV ?= .venv-rpc
 NATIVE_SOURCES := $(wildcard src/ext/*) CMakeLists.txt $(wildcard third_party/llama.cpp/*.cmake) pyproject.toml
 
-.PHONY: help demo test test-models isolation lint format bench certify stubs clean
+.PHONY: help demo test test-models isolation recovery lint format bench certify stubs clean
 help:
 	@echo "make demo         fetch a small model, split it in two, ask it something"
 	@echo "make test         all tests, a real model included"
 	@echo "make test-models  tests with further real models (downloads about 250 MB once)"
 	@echo "make isolation    random mixes of sessions against each alone, bit for bit (ROUNDS=50, takes long)"
+	@echo "make recovery     stages killed at random moments under eight streams (ROUNDS=50, takes long)"
 	@echo "make lint         format, types, imports"
 	@echo "make bench        benchmarks against llama.cpp, about 15 minutes (compiles llama.cpp once more, with RPC)"
 	@echo "make certify MODELS=DIR   prove architectures exact, write docs/architectures.md"
@@ -52,6 +53,10 @@ test-models: $(VENV)/.package
 ROUNDS ?= 50
 isolation: $(VENV)/.package
 	SKIPPY_ISOLATION_ROUNDS=$(ROUNDS) $(PY) -m pytest tests/test_isolation.py --timeout=7200 -v
+
+# Every round kills one stage or two under eight streams and compares every answer; some seconds a round.
+recovery: $(VENV)/.package
+	SKIPPY_KILL_ROUNDS=$(ROUNDS) $(PY) -m pytest tests/test_recovery_rounds.py --timeout=7200 -v
 
 lint: $(VENV)/.package
 	$(PY) -m ruff format --check skippy_zmq tests bench scripts

@@ -1,6 +1,6 @@
 """Stages of a model, run by llama.cpp."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import numpy
@@ -161,3 +161,16 @@ class Sampler:
 
     def fits(self, token: int) -> bool:
         """Whether the grammar lets `token` come next; True without a grammar."""
+
+def open_virtual(layers: tuple[int, int, int, int], header: bytes, tensors: Sequence[tuple[str, int, Sequence[int], int]], rows: Callable[[int, int, int], object], progress: Callable[[float], object] | None, *, devices: Sequence[str], n_gpu_layers: int, main_gpu: int, split_mode: str, tensor_split: Sequence[float], mlock: bool, direct_io: bool, repack: bool, no_host_buffer: bool) -> StageModel:
+    """
+    Open layers of a GGUF file of which only the header exists. `tensors`: (name, type, shape innermost first, offset) in file order; rows(tensor number, first row, number of rows) returns the bytes of those rows.
+    """
+
+def recipe_types(header: bytes, tensors: Sequence[tuple[str, int, Sequence[int], int]], file_type: int, has_imatrix: bool) -> list[tuple[int, int]]:
+    """
+    For each tensor, the type that llama.cpp's quantizer gives it, and what that would be if rows of every length fitted every type.
+    """
+
+def quantize_rows(source: object, source_type: int, type: int, row_length: int, first_row: int, rows_per_expert: int, imatrix: NDArray[numpy.float32] | None, threads: int) -> NDArray[numpy.uint8]:
+    """Quantize rows of f32, f16 or bf16 as llama.cpp's quantizer does."""

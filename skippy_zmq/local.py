@@ -13,10 +13,12 @@ from typing import Any
 
 from skippy_zmq.client import Client, Generation
 from skippy_zmq.errors import DeadlineError, OptionError, UserError
+from skippy_zmq.plan.planner import balanced_split
 from skippy_zmq.runtime.options import StageOptions, available_cores, check_options, to_arguments
 from skippy_zmq.sources.models import open_model
+from skippy_zmq.sources.references import locate
 from skippy_zmq.supervision import StageCommand, Supervisor
-from skippy_zmq.topology import split_at, split_evenly
+from skippy_zmq.topology import split_at
 from skippy_zmq.transport.ipc_path import check_length
 from skippy_zmq.wire.messages import StageFacts
 
@@ -32,15 +34,17 @@ _SOCKET_DIRECTORY = "/tmp"  # where the usual place for temporary files has too 
 class LocalPipeline:
     """Runs ``model`` as ``stages`` processes; use it with ``with``.
 
-    ``model``: a GGUF file, the first of its shards, or a layer package.
-    ``split``: layer numbers to cut at, in place of an even split. ``options``, and single ones by keyword
+    ``model``: a GGUF file, the first of its shards, a layer package, a checkpoint folder, or
+    ``hf://owner/name[@revision][/file]``, which is fetched here.
+    ``split``: layer numbers to cut at, in place of a cut into stages that take equally long. ``options``, and single
+    ones by keyword
     (``ctx_size=512``), are those of ``python -m skippy_zmq.stage``. ``uncertified``: run an architecture that
     docs/architectures.md does not list. ``directory``: an existing one for sockets and logs;
     without it a private one is made and removed. Stages end with this process, however it ends.
 
     ``restart``: a stage that dies once the pipeline was ready is started again, up to ``restart_limit`` times within a
     minute; beyond that, and where it cannot be done (exit code 2), the pipeline has failed and all of it ends. What the
-    dead stage said last is logged (logger ``skippy_zmq.local``).
+    dead stage said last is logged (logger ``skippy_zmq.local``). Without ``restart`` requests fail when a stage dies.
 
     Raises ModelFileError and OptionError for what cannot run, DeadlineError after ``startup_timeout`` seconds, and
     SkippyError with a stage's own words where it fails.
@@ -62,9 +66,14 @@ class LocalPipeline:
     ) -> None:
         given = options.model_dump(exclude_unset=True) if options is not None else {}
         self.options = check_options({**given, **overrides}, "options")
-        self.model = Path(model)
-        n_layers = open_model(self.model).n_layers
-        self.layers = tuple(split_evenly(stages, n_layers) if split is None else split_at(split, n_layers))
+        self.model = str(model)
+        located = locate(model)
+        self._reference = located.reference
+        source = open_model(located.path)
+        if split is None:
+            self.layers = tuple(balanced_split(source, stages, self.options))
+        else:
+            self.layers = tuple(split_at(split, source.n_layers))
         self._uncertified = uncertified
         self._given_directory = Path(directory) if directory is not None else None
         self._startup_timeout = startup_timeout
@@ -175,7 +184,7 @@ class LocalPipeline:
     def _command(self, index: int) -> StageCommand:
         assert self._directory is not None
         layers, last = self.layers[index], len(self.layers) - 1
-        command = [sys.executable, "-m", "skippy_zmq.stage", f"--model={self.model}", "--layers", str(layers)]
+        command = [sys.executable, "-m", "skippy_zmq.stage", f"--model={self._reference}", "--layers", str(layers)]
         command += ["--bind", self._endpoint(index)]
         if index < last:
             command += ["--next", self._endpoint(index + 1)]
@@ -185,6 +194,8 @@ class LocalPipeline:
         command += ["--drain-seconds", str(DRAIN_SECONDS), *to_arguments(self.options)]
         if self.options.groups is None and self.options.threads * len(self.layers) > available_cores():
             command += ["--groups", "1"]  # stages that share their cores gain nothing from computing at once
+        if not self._restart_limit and "recover_seconds" not in self.options.model_fields_set:
+            command += ["--recover-seconds", "0"]  # there is nothing to wait for
         if self._uncertified:
             command.append("--uncertified")
         return StageCommand(layers, tuple(command), self._directory / f"s{index}.log")

@@ -76,10 +76,12 @@ def tiny(
     chat_template: str | None = None,
     add_bos: bool | None = None,
     quant: str | None = None,
+    experts: int = 0,
 ) -> Path:
-    """A Llama-type model of random weights, float32 or quantized to ``quant`` ("q8_0", "q4_0" ...); 300 tokens.
+    """A Llama-type model of random weights, float32 or as ``quant`` ("bf16", "q8_0", "q4_0" ...); 300 tokens.
 
-    The same ``seed`` gives the same weights. ``tied``: without an output matrix of its own.
+    The same ``seed`` gives the same weights. ``tied``: without an output matrix of its own. ``experts``: of each layer,
+    two of which a token asks.
     """
     merged = [(merge.replace(" ", ""), gguf.TokenType.NORMAL) for merge in _MERGES]
     n_vocab = FIRST_BYTE_TOKEN + 256 + len(merged)
@@ -87,10 +89,13 @@ def tiny(
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
     _write_shape(writer, n_layers, hidden, ffn, heads, kv_heads, hidden // heads, context)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(2)
     _write_vocabulary(writer, merged, _MERGES, add_bos, chat_template)
 
-    def matrix(name: str, rows: int, columns: int) -> None:
-        data = random.normal(0.0, columns**-0.5, (rows, columns)).astype(np.float32)
+    def matrix(name: str, *shape: int) -> None:
+        data = random.normal(0.0, shape[-1] ** -0.5, shape).astype(np.float32)
         if quant is None:
             writer.add_tensor(name, data)
         else:
@@ -108,9 +113,16 @@ def tiny(
         matrix(f"blk.{layer}.attn_v.weight", hidden * kv_heads // heads, hidden)
         matrix(f"blk.{layer}.attn_output.weight", hidden, hidden)
         norm(f"blk.{layer}.ffn_norm.weight")
-        matrix(f"blk.{layer}.ffn_gate.weight", ffn, hidden)
-        matrix(f"blk.{layer}.ffn_up.weight", ffn, hidden)
-        matrix(f"blk.{layer}.ffn_down.weight", hidden, ffn)
+        if experts:
+            gates = random.normal(0.0, hidden**-0.5, (experts, hidden)).astype(np.float32)
+            writer.add_tensor(f"blk.{layer}.ffn_gate_inp.weight", gates)
+            matrix(f"blk.{layer}.ffn_gate_exps.weight", experts, ffn, hidden)
+            matrix(f"blk.{layer}.ffn_up_exps.weight", experts, ffn, hidden)
+            matrix(f"blk.{layer}.ffn_down_exps.weight", experts, hidden, ffn)
+        else:
+            matrix(f"blk.{layer}.ffn_gate.weight", ffn, hidden)
+            matrix(f"blk.{layer}.ffn_up.weight", ffn, hidden)
+            matrix(f"blk.{layer}.ffn_down.weight", hidden, ffn)
     norm("output_norm.weight")
     if not tied:
         matrix("output.weight", n_vocab, hidden)

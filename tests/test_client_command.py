@@ -103,6 +103,8 @@ OPTIONS: dict[str, object] = {
     "repack": False,
     "check_tensors": True,
     "host_buffer": False,
+    "quant": "Q4_K_M",
+    "imatrix": "im.dat",
     "reproducible": True,
     "chunk_policy": "fixed",
     "chunk_sizes": (32,),
@@ -112,6 +114,10 @@ OPTIONS: dict[str, object] = {
     "queue_seconds": 30,
     "in_flight_mib": 64,
     "busy_poll_ms": 20,
+    "kv_cache_bytes": 1 << 20,
+    "kv_page_tokens": 128,
+    "kv_cache_dir": "pages",
+    "recover_seconds": 5,
 }
 # What an option cannot be given without.
 WITH: dict[str, dict[str, object]] = {"chunk_sizes": {"chunk_policy": "fixed"}}
@@ -216,7 +222,16 @@ def test_local_stages_answer_in_json_with_the_options_given(tmp_path: Path) -> N
     ended = run_client("--model", model, *options, "--token-ids", "5,6,7", "--max-tokens", 4, "--ignore-eos", "--json")
     assert (ended.status, ended.errors) == (0, "")
     answer = ended.json()
-    assert set(answer) == {"text", "token_ids", "prompt_token_ids", "finish_reason", "timings", "stages"}
+    assert set(answer) == {
+        "text",
+        "token_ids",
+        "prompt_token_ids",
+        "finish_reason",
+        "timings",
+        "stages",
+        "session",
+        "reused_tokens",
+    }
     assert (answer["prompt_token_ids"], len(answer["token_ids"])) == ([5, 6, 7], 4)
     assert answer["finish_reason"] == "length"
     assert set(answer["timings"]) == {"ttft_ms", "prefill_tokens_per_s", "decode_tokens_per_s"}

@@ -58,6 +58,8 @@ SETTINGS: dict[str, tuple[list[str], Any, Any]] = {
     "repack": (["--no-repack"], False, False),
     "check_tensors": (["--check-tensors"], True, True),
     "host_buffer": (["--no-host-buffer"], False, False),
+    "quant": (["--quant", "q4_k_m"], "Q4_K_M", "Q4_K_M"),
+    "imatrix": (["--imatrix", "im.dat"], "im.dat", "im.dat"),
     "chunk_policy": (["--chunk-policy", "schedule"], "schedule", "schedule"),
     "chunk_sizes": (["--chunk-sizes", "64, 128"], [64, 128], (64, 128)),
     "chunk_target_ms": (["--chunk-target-ms", "50"], 50, 50),
@@ -66,6 +68,10 @@ SETTINGS: dict[str, tuple[list[str], Any, Any]] = {
     "queue_seconds": (["--queue-seconds", "30"], 30, 30),
     "in_flight_mib": (["--in-flight-mib", "64"], 64, 64),
     "busy_poll_ms": (["--busy-poll-ms", "20"], 20, 20),
+    "kv_cache_bytes": (["--kv-cache-bytes", "2G"], "2 GiB", 2 << 30),
+    "kv_page_tokens": (["--kv-page-tokens", "128"], 128, 128),
+    "kv_cache_dir": (["--kv-cache-dir", "pages"], "pages", "pages"),
+    "recover_seconds": (["--recover-seconds", "5"], 5, 5),
 }
 
 

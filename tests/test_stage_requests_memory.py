@@ -81,7 +81,8 @@ def test_memory_stays_as_it_is(
     make_pipeline: Callable[..., StagePipeline], transport: Transport, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tiny(tmp_path_factory.mktemp("model") / "tiny.gguf", chat_template=_TEMPLATE)
-    options = ("--lanes", str(_LANES), "--ctx-size", "2048", "--log-level", "warning")
+    # Room for few pages, so that prompts push one another out long before the count begins.
+    options = ("--lanes", str(_LANES), "--ctx-size", "2048", "--kv-cache-bytes", "256K", "--log-level", "warning")
     pipeline = make_pipeline(path, "0:2 2:4", *options).start_all()
     watch = StageWatch(transport, pipeline)
     requests = Requests(Asker(transport, pipeline.endpoint))

@@ -97,7 +97,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--connect", metavar="ENDPOINT", help="stage 0: tcp://host:port, host:port, port or ipc://path")
-    where.add_argument("--model", metavar="PATH", help="start local stages of this model, and stop them at the end")
+    where.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="start local stages of this model (a path, or hf://owner/name), and stop them at the end",
+    )
 
     local = parser.add_argument_group("local stages (with --model)")
     cut = local.add_mutually_exclusive_group()

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from skippy_zmq.errors import OptionError
+from skippy_zmq.runtime.recipes import PRESERVE, recipe_named
 from skippy_zmq.wire.limits import MAX_BATCH_ROWS, MAX_LANES
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
@@ -77,6 +78,12 @@ class StageOptions(BaseModel):
     split_mode: Literal["none", "layer", "row", "tensor"] = Field("layer", description="how layers spread over GPUs")
     tensor_split: tuple[float, ...] = Field(
         (), description="share of each GPU, comma-separated (default: by free memory)"
+    )
+    quant: str = Field(
+        "preserve", description="types of a checkpoint's weights: preserve, or a recipe of llama-quantize like Q4_K_M"
+    )
+    imatrix: str = Field(
+        "", description="importance matrix for --quant; a relative path is relative to the checkpoint's folder"
     )
     mmap: bool = Field(True, description="use weights where the file is mapped instead of copying them")
     mlock: bool = Field(False, description="copy this stage's weights and keep the copy from being swapped out")
@@ -151,6 +158,15 @@ class StageOptions(BaseModel):
             value = [part.strip() for part in value.split(",") if part.strip()]
             return tuple(int(part) if part.isdecimal() else part for part in value)
         return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("quant")
+    @classmethod
+    def _known_recipe(cls, value: str) -> str:
+        try:
+            recipe = recipe_named(value)
+        except OptionError as error:
+            raise ValueError(str(error).removeprefix("quant: ")) from None
+        return PRESERVE if recipe is None else recipe.name
 
     @field_validator("split_mode")
     @classmethod
@@ -268,6 +284,7 @@ _ALIASES: dict[str, tuple[str, ...]] = {
 }
 
 
+_METAVARS = {"quant": "RECIPE", "imatrix": "FILE"}
 _SCHEDULING = frozenset(
     {
         "chunk_policy",
@@ -306,6 +323,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             group.add_argument(*flags, choices=choices, default=None, help=text, dest=name)
         elif get_origin(kind) is tuple:
             group.add_argument(*flags, default=None, metavar="A,B", help=text, dest=name)
+        elif kind is str:
+            group.add_argument(*flags, default=None, metavar=_METAVARS[name], help=text, dest=name)
         else:
             group.add_argument(*flags, type=int, default=None, metavar="N", help=text, dest=name)
 

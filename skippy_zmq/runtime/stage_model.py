@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -90,8 +91,20 @@ class StageModel:
             raise OptionError(f"{source.path}: layers {layers}: {error}") from None
 
     def _open(self, progress: Callable[[float], object] | None) -> _native.StageModel:
+        """From the source's files, or from what it makes while it loads."""
         source, options, layers = self.source, self.options, self.layers
-        index = {path: number for number, path in enumerate(source.files)}
+        range_and_counts = (layers.start, layers.end, source.n_layers, source.n_blocks)
+        placement: dict[str, Any] = {
+            "devices": list(options.device),
+            "n_gpu_layers": options.n_gpu_layers,
+            "main_gpu": options.main_gpu,
+            "split_mode": options.split_mode,
+            "tensor_split": list(options.tensor_split),
+            "mlock": options.mlock,
+            "direct_io": options.direct_io,
+            "repack": options.repack,
+            "no_host_buffer": not options.host_buffer,
+        }
         loading_from = 0.0
 
         def checking(done: float) -> None:  # only where the source reads its files itself before llama.cpp does
@@ -104,25 +117,30 @@ class StageModel:
             if progress is not None:
                 progress(loading_from + done * (1 - loading_from))
 
+        report = loading if progress is not None else None
         with source.stage_files(layers, checking) as files:
             try:
-                native_model = _native.StageModel(
-                    (layers.start, layers.end, source.n_layers, source.n_blocks),
-                    [(t.name, t.type, t.nbytes, index[t.path], t.offset) for t in source.tensors],
-                    list(files.paths),
-                    loading if progress is not None else None,
-                    devices=list(options.device),
-                    n_gpu_layers=options.n_gpu_layers,
-                    main_gpu=options.main_gpu,
-                    split_mode=options.split_mode,
-                    tensor_split=list(options.tensor_split),
-                    mmap=options.mmap,
-                    mlock=options.mlock,
-                    direct_io=options.direct_io,
-                    repack=options.repack,
-                    check_tensors=options.check_tensors,
-                    no_host_buffer=not options.host_buffer,
-                )
+                if source.rows is None:
+                    index = {path: number for number, path in enumerate(source.files)}
+                    native_model = _native.StageModel(
+                        range_and_counts,
+                        [(t.name, t.type, t.nbytes, index[t.path], t.offset) for t in source.tensors],
+                        list(files.paths),
+                        report,
+                        mmap=options.mmap,
+                        check_tensors=options.check_tensors,
+                        **placement,
+                    )
+                else:  # always copied, never mapped, and checked for numbers that are not finite: there is no file
+                    tensors, rows = source.tensors, source.rows
+                    native_model = _native.open_virtual(
+                        range_and_counts,
+                        source.header.raw,
+                        [(t.name, t.type, t.shape, t.offset) for t in tensors],
+                        lambda number, first, n: rows(tensors[number], first, n),
+                        report,
+                        **placement,
+                    )
             except ValueError as error:
                 raise OptionError(str(error)) from None
             except RuntimeError as error:

@@ -20,6 +20,8 @@ class TensorType:
 
 
 F32 = 0
+F16 = 1
+BF16 = 30
 I32 = 26
 
 # Not weights: types ggml has no dot product for; a matrix of such a type crashes the computation instead of failing.

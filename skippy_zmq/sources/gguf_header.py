@@ -118,6 +118,9 @@ class _Reader:
             raise self.fail(f"{what} would end at byte {end}: wanted a header of at most {MAX_HEADER_BYTES} bytes")
         self._extend(min(self.size, MAX_HEADER_BYTES, max(end, 2 * len(self.buffer))))
 
+    def tensors_end(self, end: int) -> None:
+        """The table is read: by it the file ends at ``end``. A real file has a size of its own to compare."""
+
     def u32(self, what: str) -> int:
         end = self.position + 4
         self.require(end, what)
@@ -175,6 +178,19 @@ class _Reader:
         self.position = position
 
 
+class _BytesReader(_Reader):
+    """All that there is of the file is at hand."""
+
+    def __init__(self, path: Path, header: bytes) -> None:
+        self.path = path
+        self.size = len(header)
+        self.buffer = bytearray(header)
+        self.position = 0
+
+    def tensors_end(self, end: int) -> None:
+        self.size = end
+
+
 def parse_header(path: Path) -> GgufHeader:
     """Read and check the header of ``path``; raise ModelFileError (one line: file, thing, wanted, got)."""
     try:
@@ -198,6 +214,14 @@ def parse_open_header(descriptor: int, path: Path) -> GgufHeader:
         raise ModelFileError(f"{path}: cannot read model file: {error.strerror}") from None
 
 
+def parse_header_bytes(path: Path, header: bytes) -> GgufHeader:
+    """Check a header, complete up to the first tensor's data, whose tensors lie in no file.
+
+    ``path`` names it in errors. The size is what the tensor table asks for. Raise ModelFileError as parse_header does.
+    """
+    return _parse(_BytesReader(path, header))
+
+
 def _parse(reader: _Reader) -> GgufHeader:
     version, n_tensors, n_keys = _read_fixed_header(reader)
     values: dict[str, Value] = {}
@@ -207,6 +231,7 @@ def _parse(reader: _Reader) -> GgufHeader:
     tensors, table_end = _read_tensor_table(reader, n_tensors)
     data_start = -(-table_end // alignment) * alignment if n_tensors else table_end
     reader.require(data_start, "padding before the tensor data")
+    reader.tensors_end(data_start + sum(-(-tensor.nbytes // alignment) * alignment for tensor in tensors.values()))
     placed, data_end = _place_tensors(reader, tensors, data_start, alignment)
     return GgufHeader(
         path=reader.path,

@@ -12,9 +12,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy.typing as npt
+
 from skippy_zmq.errors import ModelFileError, OptionError
 from skippy_zmq.sources import architectures
-from skippy_zmq.sources.gguf_header import GgufHeader, TensorInfo
+from skippy_zmq.sources.gguf_header import GgufHeader, TensorInfo, parse_header_bytes
 from skippy_zmq.sources.gguf_hyperparameters import check_hyperparameters
 from skippy_zmq.sources.gguf_shards import open_shards
 from skippy_zmq.sources.gguf_tensors import check_tensors
@@ -32,10 +34,18 @@ _BLOCK_BYTES = 4 * 1024 * 1024
 _IDENTITY_FORMAT = b"skippy-zmq model identity 1\0"
 _FULL_FORMAT = b"skippy-zmq model full hash 1\0"
 
+RowBytes = bytes | bytearray | memoryview | npt.NDArray[Any]
+# (tensor, first row, number of rows) -> the bytes of those rows in the tensor's type, little-endian, C order. A row
+# runs along the innermost dimension; those of all experts follow each other.
+RowSource = Callable[[TensorInfo, int, int], RowBytes]
+
 
 @dataclass(frozen=True, slots=True)
 class GgufModel:
     """A checked model. ``path`` is the file that was opened; ``files`` are all of its files, in shard order.
+
+    A model that is made while it loads has no files: ``rows`` makes its tensors, and ``content`` (a hash of what they
+    are made from) stands for their bytes in the identity.
 
     ``metadata`` holds the scalars; ``array`` decodes an array. ``n_blocks`` counts all blocks, ``n_layers`` those a
     pipeline runs (without the blocks that only predict further tokens). ``n_positions``: the positions of a learned
@@ -58,6 +68,8 @@ class GgufModel:
     chat_template: str | None
     held_layers: LayerRange | None
     _first: GgufHeader
+    rows: RowSource | None
+    content: str | None
 
     @property
     def header(self) -> GgufHeader:
@@ -85,6 +97,9 @@ class GgufModel:
     def sampled_identity(self) -> str:
         """``identity``, always computed from the bytes."""
         digest = self._table_digest(_IDENTITY_FORMAT)
+        if self.content is not None:
+            digest.update(self.content.encode())
+            return digest.hexdigest()
         for descriptor, tensor in self._open_tensors():
             for start, length in _samples(tensor.nbytes):
                 digest.update(_read(descriptor, tensor, start, length))
@@ -93,10 +108,13 @@ class GgufModel:
     def full_hash(self) -> str:
         """Hex SHA-256 of metadata, tensor table and every byte of every tensor; equal for a file and its shards.
 
+        The identity itself where the model is made while it loads: that already covers all that it is made from.
         Raises ModelFileError where bytes are not there.
         """
         if self.held_layers is not None:
             raise ModelFileError(f"{self.path}: holds layers {self.held_layers} only; wanted the whole model")
+        if self.content is not None:
+            return self.identity()
         digest = self._table_digest(_FULL_FORMAT)
         for descriptor, tensor in self._open_tensors():
             for start in range(0, tensor.nbytes, _BLOCK_BYTES):
@@ -160,10 +178,19 @@ def open_model(path: str | Path) -> GgufModel:
     return GgufModel(**model_fields(path, tuple(header.path for header in headers), headers[0], tensors))
 
 
+def open_header(path: Path, header: bytes, rows: RowSource, content: str) -> GgufModel:
+    """A model of which only the header exists; ``rows`` makes the tensors of a stage while it loads.
+
+    ``path`` names its origin; ``content``: a hash of what the tensors are made from. Checks and raises as open_model.
+    """
+    first = parse_header_bytes(path, header)
+    return GgufModel(**model_fields(path, (), first, first.tensors) | {"rows": rows, "content": content})
+
+
 def model_fields(
     path: Path, files: tuple[Path, ...], first: GgufHeader, tensors: tuple[TensorInfo, ...]
 ) -> dict[str, Any]:
-    """The fields of a GgufModel with this metadata and tensor table, all checked; raise ModelFileError."""
+    """The fields of a GgufModel in files, with this metadata and tensor table, all checked; raise ModelFileError."""
     architecture = check_architecture(first)
     hyperparameters = check_hyperparameters(first, architecture)
     check_tensors(path, tensors, architecture, hyperparameters.n_blocks, hyperparameters.n_layers)
@@ -186,6 +213,8 @@ def model_fields(
         "chat_template": _chat_template(first),
         "held_layers": _held_layers(first, hyperparameters.n_layers),
         "_first": first,
+        "rows": None,
+        "content": None,
     }
 
 

@@ -23,7 +23,7 @@ VALUE_TYPES: dict[int, str] = {
     FLOAT64: "f64",
 }
 
-_CODES: dict[int, str] = {
+SCALAR_CODES: dict[int, str] = {
     UINT8: "B",
     INT8: "b",
     UINT16: "H",
@@ -36,7 +36,7 @@ _CODES: dict[int, str] = {
     INT64: "q",
     FLOAT64: "d",
 }
-SCALAR_BYTES: dict[int, int] = {number: struct.calcsize("<" + code) for number, code in _CODES.items()}
+SCALAR_BYTES: dict[int, int] = {number: struct.calcsize("<" + code) for number, code in SCALAR_CODES.items()}
 
 U32 = struct.Struct("<I")
 U64 = struct.Struct("<Q")
@@ -73,14 +73,14 @@ def decode_scalar(raw: bytes | bytearray, value: Value) -> int | float | bool | 
     """Decode a value that is no array. Bytes that are not UTF-8 become U+FFFD, as only people read such strings."""
     if value.type == STRING:
         return bytes(raw[value.type_start + 12 : value.end]).decode(errors="replace")
-    decoded: int | float | bool = struct.unpack_from("<" + _CODES[value.type], raw, value.type_start + 4)[0]
+    decoded: int | float | bool = struct.unpack_from("<" + SCALAR_CODES[value.type], raw, value.type_start + 4)[0]
     return decoded
 
 
 def decode_array(raw: bytes, value: Value) -> list[int] | list[float] | list[bool] | list[str]:
     if value.element_type == STRING:
         return [text.decode(errors="replace") for text in string_array(raw, value)]
-    code = _CODES[value.element_type]
+    code = SCALAR_CODES[value.element_type]
     return list(struct.unpack_from(f"<{value.count}{code}", raw, value.type_start + _ARRAY_PREFIX_BYTES))
 
 

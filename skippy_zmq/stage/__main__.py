@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,8 @@ def main(argv: list[str] | None = None) -> int:
             stream=sys.stderr,
             format=f"%(asctime)s {config.name} %(levelname)s %(message)s",
         )
+        for library in ("httpx", "httpx2"):  # they would log the signed addresses of files
+            logging.getLogger(library).setLevel(logging.WARNING)
         with _stop_while_loading():
             _serve(config)
     except SkippyError as error:
@@ -53,9 +56,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _serve(config: StageConfig) -> None:
+    from skippy_zmq.runtime.opening import open_with_options
     from skippy_zmq.runtime.row_class_cache import stage_row_class
     from skippy_zmq.runtime.stage_model import StageModel  # loads llama.cpp
-    from skippy_zmq.sources.models import open_model
+    from skippy_zmq.sources.hub import Hub
+    from skippy_zmq.sources.references import locate
     from skippy_zmq.stage.engine import Stage
     from skippy_zmq.stage.pages import LanePages
     from skippy_zmq.transport import Endpoint, Link, Loop, Server, SocketFactory, SocketLimits, boot_nonce, routing_id
@@ -65,7 +70,8 @@ def _serve(config: StageConfig) -> None:
     if config.exit_with_stdin and sys.stdin is None:
         raise OptionError("--exit-with-stdin: there is no standard input")
     with contextlib.ExitStack() as stack:
-        source = open_model(config.model)
+        located = locate(config.model, config.layers, open_hub=partial(Hub, progress=config.progress))
+        source = open_with_options(located.path, config.options)
         check_role(config, source.n_layers)
         check_certified(source, uncertified=config.uncertified)
         factory = SocketFactory(security=_security(config), limits=SocketLimits(frame_bytes=MAX_PAYLOAD_BYTES))

@@ -31,7 +31,7 @@ examples:
 
 @dataclass(frozen=True, slots=True)
 class StageConfig:
-    model: Path
+    model: str  # a path, or hf://...
     layers: LayerRange
     bind: str
     next: str | None
@@ -55,8 +55,9 @@ class StageConfig:
 _TEXT_KEYS = {
     "model": (
         "--model",
-        "PATH",
-        "the model: a GGUF file, the first of its shards (-00001-of-0000N.gguf), or a layer package",
+        "MODEL",
+        "a GGUF file, the first of its shards (-00001-of-0000N.gguf), a layer package, a checkpoint folder, or "
+        "hf://owner/name[@revision][/file]",
     ),
     "layers": ("--layers", "A:B", "the layers to run, half-open: 0:15 is the first fifteen"),
     "bind": (
@@ -115,7 +116,7 @@ def parse_config(argv: list[str] | None = None) -> StageConfig:
         f"starts, and 0 measures nothing (default: {DEFAULT_ROW_CLASS_SECONDS:g})",
     )
     parser.add_argument(
-        "--progress", action=argparse.BooleanOptionalAction, default=None, help="progress bar on a terminal"
+        "--progress", action=argparse.BooleanOptionalAction, default=None, help="progress bars on a terminal"
     )
     parser.add_argument("--log-level", choices=_LOG_LEVELS, help="default: info")
     add_arguments(parser)
@@ -151,7 +152,7 @@ def parse_config(argv: list[str] | None = None) -> StageConfig:
         return Path(value) if isinstance(value, str) and value else None
 
     return StageConfig(
-        model=Path(values["model"]),
+        model=values["model"],
         layers=layers,
         bind=values["bind"] or DEFAULT_BIND,
         next=values["next"],

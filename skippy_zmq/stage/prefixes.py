@@ -124,7 +124,7 @@ class Prefixes:
             self._send(client, wire.Kept(request, "", 0))
             return
         n_pages = -(-len(tokens) // size)
-        plain = self._pages.plain_tokens(session)
+        plain = max(1, self._pages.plain_tokens(session))  # of one token there is no full page
         self._keeping[session] = _Keeping(client, request, tokens, plain, n_pages)
         self._ask_ring(wire.KvKeep(session, lane, n_pages))
 

@@ -6,6 +6,7 @@
 #include "skippy_pin.h"
 #include "stage_context.h"
 #include "stage_model.h"
+#include "virtual_bindings.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -367,4 +368,5 @@ NB_MODULE(_native, m) {
     skippy::bind_model(m);
     skippy::bind_context(m);
     skippy::bind_sampler(m);
+    skippy::bind_virtual(m);
 }

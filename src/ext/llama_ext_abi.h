@@ -15,3 +15,13 @@ struct llama_memory_breakdown_data {
 using llama_memory_breakdown = std::map<ggml_backend_buffer_type_t, llama_memory_breakdown_data>;
 
 LLAMA_API llama_memory_breakdown llama_get_memory_breakdown(const llama_context *context);
+
+LLAMA_API ggml_type llama_ftype_get_default_type(llama_ftype recipe);
+
+struct quantize_state_impl;
+
+// `params` must outlive the state.
+LLAMA_API quantize_state_impl *llama_quant_init(const llama_model *model, const llama_model_quantize_params *params);
+LLAMA_API void llama_quant_free(quantize_state_impl *state);
+LLAMA_API void llama_quant_compute_types(quantize_state_impl *state, llama_ftype recipe, ggml_tensor **tensors,
+                                         ggml_type *result_types, size_t n_tensors);

@@ -51,6 +51,22 @@ bool starts_with(const std::string &text, const char *prefix) { return text.rfin
 constexpr std::array embedding_tables = {"token_embd", "token_embd_norm", "token_types", "position_embd",
                                          "per_layer_token_embd"};
 
+std::vector<std::string> names(const std::vector<Extent> &extents) {
+    std::vector<std::string> names;
+    for (const Extent &extent : extents) {
+        names.push_back(extent.tensor);
+    }
+    return names;
+}
+
+std::vector<std::string> names(const std::vector<VirtualTensor> &tensors) {
+    std::vector<std::string> names;
+    for (const VirtualTensor &tensor : tensors) {
+        names.push_back(tensor.name);
+    }
+    return names;
+}
+
 } // namespace
 
 // What this stage reads. The embedding tables feed the first layer; a tied output matrix is the token embedding.
@@ -120,7 +136,7 @@ void StageModel::choose_gpus() {
 
 // llama.cpp places "layer" il (the head is layer n_blocks) by comparing its fraction of the device list's shares. The
 // edges between devices stand half a layer off, so that no rounding moves a layer.
-void StageModel::place(llama_model_params &params) {
+llama_model_params StageModel::place() {
     choose_gpus();
     const int units = (cut_->is_last() ? layers_.n_blocks + 1 : layers_.end) - layers_.begin;
     const int on_gpu = gpus_.empty() ? 0 : options_.n_gpu_layers < 0 ? units : std::min(options_.n_gpu_layers, units);
@@ -206,15 +222,19 @@ void StageModel::place(llama_model_params &params) {
     }
     overrides_.push_back({nullptr, nullptr});
 
+    llama_model_params params = llama_model_default_params();
     params.devices = devices_.data();
     params.tensor_split = shares_.data();
     params.n_gpu_layers = layers_.n_blocks + 1 - skipped;
     params.split_mode = LLAMA_SPLIT_MODE_LAYER;
     params.tensor_buft_overrides = overrides_.size() > 1 ? overrides_.data() : nullptr;
+    params.lazy_mode = LLAMA_LAZY_MODE_OFF;
+    params.use_extra_bufts = options_.repack;
+    params.no_host = options_.no_host_buffer;
+    return params;
 }
 
-StageModel::StageModel(StageLayers layers, std::vector<Extent> extents, const std::vector<std::string> &files,
-                       ModelOptions options, const WeightFiles::Progress &progress)
+StageModel::StageModel(StageLayers layers, ModelOptions options, const std::vector<std::string> &tensors)
     : layers_(layers), options_(std::move(options)),
       cut_(std::make_unique<Cut>(layers.n_layers, layers.begin, layers.end)) {
     if (layers.begin < 0 || layers.begin >= layers.end || layers.end > layers.n_layers ||
@@ -222,14 +242,20 @@ StageModel::StageModel(StageLayers layers, std::vector<Extent> extents, const st
         throw std::runtime_error("layers " + std::to_string(layers.begin) + ":" + std::to_string(layers.end) +
                                  " do not lie in a model of " + std::to_string(layers.n_layers));
     }
-    for (const Extent &extent : extents) {
-        tied_output_ = tied_output_ && extent.tensor != "output.weight";
-        tied_norm_ = tied_norm_ && !starts_with(extent.tensor, "output_norm");
+    for (const std::string &tensor : tensors) {
+        tied_output_ = tied_output_ && tensor != "output.weight";
+        tied_norm_ = tied_norm_ && !starts_with(tensor, "output_norm");
     }
+}
+
+StageModel::StageModel(StageLayers layers, std::vector<Extent> extents, const std::vector<std::string> &files,
+                       ModelOptions options, const WeightFiles::Progress &progress)
+    : StageModel(layers, std::move(options), names(extents)) {
     for (Extent &extent : extents) {
         extent.own = owns(extent.tensor);
     }
     files_ = std::make_unique<WeightFiles>(std::move(extents), files);
+    own_bytes_ = files_->own_bytes();
     // Asking for the bytes is the first half of the way, llama.cpp's taking them the second.
     const WeightFiles::Progress halves[] = {[&](float done) { return progress(done / 2); },
                                             [&](float done) { return progress((done + 1) / 2); }};
@@ -241,8 +267,7 @@ StageModel::StageModel(StageLayers layers, std::vector<Extent> extents, const st
     if (options_.check_tensors) { // llama.cpp would look at the whole file
         files_->validate();
     }
-    llama_model_params params = llama_model_default_params();
-    place(params);
+    llama_model_params params = place();
     const bool whole = cut_->is_first() && cut_->is_last();
     if (options_.direct_io && !whole) { // llama.cpp would read every tensor of the file
         throw std::invalid_argument(
@@ -251,9 +276,6 @@ StageModel::StageModel(StageLayers layers, std::vector<Extent> extents, const st
     params.load_mode = options_.direct_io ? LLAMA_LOAD_MODE_DIRECT_IO
                        : options_.mlock   ? LLAMA_LOAD_MODE_MMAP_MLOCK
                                           : LLAMA_LOAD_MODE_MMAP;
-    params.lazy_mode = LLAMA_LAZY_MODE_OFF;
-    params.use_extra_bufts = options_.repack;
-    params.no_host = options_.no_host_buffer;
     if (progress) {
         params.progress_callback = [](float done, void *report) {
             return (*static_cast<const WeightFiles::Progress *>(report))(done);
@@ -265,22 +287,42 @@ StageModel::StageModel(StageLayers layers, std::vector<Extent> extents, const st
     for (const std::string &path : files) {
         paths.push_back(path.c_str());
     }
-    {
-        // Locking is for copies: of a mapping llama.cpp would lock all that lies before a tensor, other stages' too.
-        const LoadingView view(!options_.mmap || options_.mlock);
-        model_ = paths.size() == 1 ? llama_model_load_from_file(paths[0], params)
-                                   : llama_model_load_from_splits(paths.data(), paths.size(), params);
+    // Locking is for copies: of a mapping llama.cpp would lock all that lies before a tensor, other stages' too.
+    const LoadingView view(!options_.mmap || options_.mlock);
+    llama_model *model = paths.size() == 1 ? llama_model_load_from_file(paths[0], params)
+                                           : llama_model_load_from_splits(paths.data(), paths.size(), params);
+    accept(model, guard.failed_to_lock());
+}
+
+StageModel::StageModel(StageLayers layers, VirtualFile &file, ModelOptions options)
+    : StageModel(layers, std::move(options), names(file.tensors())) {
+    file.set_own([this](const std::string &tensor) { return owns(tensor); });
+    own_bytes_ = file.own_bytes();
+    install_callbacks();
+    const NativeGuard guard;
+    llama_model_params params = place();
+    if (options_.direct_io) {
+        throw std::invalid_argument("direct I/O is for files, but these weights are made while they load");
     }
-    if (model_ != nullptr && options_.mlock && guard.failed_to_lock()) {
-        llama_model_free(model_);
-        throw std::invalid_argument("the weights could not be locked in memory: raise `ulimit -l`");
+    params.load_mode = options_.mlock ? LLAMA_LOAD_MODE_MLOCK : LLAMA_LOAD_MODE_NONE;
+    llama_model *model = llama_model_load_from_file_ptr(file.stream(), params);
+    if (model == nullptr) {
+        file.rethrow();
     }
-    if (model_ == nullptr) {
+    accept(model, guard.failed_to_lock());
+}
+
+// Takes what llama.cpp opened, or throws.
+void StageModel::accept(llama_model *model, bool failed_to_lock) {
+    if (model == nullptr) {
         throw std::runtime_error(NativeGuard::error_text("llama.cpp could not load the model"));
+    }
+    model_ = model; // freed by the destructor, which runs even when the delegating constructor throws
+    if (options_.mlock && failed_to_lock) {
+        throw std::invalid_argument("the weights could not be locked in memory: raise `ulimit -l`");
     }
     cut_->start_remembering();
     if (!llama_model_has_decoder(model_) || llama_model_has_encoder(model_) || llama_model_is_diffusion(model_)) {
-        llama_model_free(model_);
         throw std::runtime_error("this architecture does not generate text token by token");
     }
 }

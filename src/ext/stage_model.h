@@ -3,6 +3,7 @@
 
 #include "cut_device.h"
 #include "own_device.h"
+#include "virtual_file.h"
 #include "weight_files.h"
 
 #include "llama.h"
@@ -42,6 +43,8 @@ class StageModel {
     // Throws std::runtime_error (one line) where llama.cpp refuses the model.
     StageModel(StageLayers layers, std::vector<Extent> extents, const std::vector<std::string> &files,
                ModelOptions options, const WeightFiles::Progress &progress);
+    // From a file that does not exist. Throws what making its tensors threw, too.
+    StageModel(StageLayers layers, VirtualFile &file, ModelOptions options);
     ~StageModel();
     StageModel(const StageModel &) = delete;
     StageModel &operator=(const StageModel &) = delete;
@@ -53,14 +56,16 @@ class StageModel {
     const ModelOptions &options() const { return options_; }
     const std::vector<std::string> &device_names() const { return device_names_; }
     bool has_gpu_layers() const { return has_gpu_layers_; }
-    uint64_t own_bytes() const { return files_->own_bytes(); }
+    uint64_t own_bytes() const { return own_bytes_; }
 
     std::vector<int32_t> tokenize(const std::string &text, bool add_special, bool parse_special) const;
     std::string piece(int32_t token, bool special) const;
 
   private:
+    StageModel(StageLayers layers, ModelOptions options, const std::vector<std::string> &tensors);
     bool owns(const std::string &tensor) const;
-    void place(llama_model_params &params);
+    llama_model_params place();
+    void accept(llama_model *model, bool failed_to_lock);
     void choose_gpus();
 
     StageLayers layers_;
@@ -75,7 +80,8 @@ class StageModel {
     std::vector<llama_model_tensor_buft_override> overrides_;
     std::vector<std::string> device_names_;
     bool has_gpu_layers_ = false;
-    std::unique_ptr<WeightFiles> files_;
+    std::unique_ptr<WeightFiles> files_; // null: of a virtual file
+    uint64_t own_bytes_ = 0;
     llama_model *model_ = nullptr;
 };
 

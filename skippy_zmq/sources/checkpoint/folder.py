@@ -1,0 +1,129 @@
+"""The files of a checkpoint: which of a folder's safetensors files hold the weights, and that names stay inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from skippy_zmq.errors import ModelFileError
+from skippy_zmq.sources.checkpoint.json_file import read_object
+from skippy_zmq.sources.checkpoint.safetensors_table import SourceTensor, read_table
+from skippy_zmq.sources.gguf_values import shown
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+MAX_SHARDS = 65_535
+MAX_PART_NAME = 1024
+_MAX_INDEX_BYTES = 128 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFiles:
+    """``folder`` holds the metadata. ``index`` and where it says tensors are: None where one file holds all weights."""
+
+    folder: Path
+    weights: tuple[Path, ...]
+    index: Path | None = None
+    listed: Mapping[str, Path] | None = None
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether ``path`` names a checkpoint: a folder with config.json, a .safetensors file, or an index of such."""
+    if path.is_dir():
+        return (path / "config.json").exists()
+    return path.name.endswith((".safetensors", ".safetensors.index.json"))
+
+
+def find_files(path: Path) -> CheckpointFiles:
+    """The files of the checkpoint at ``path``; raise ModelFileError where they are missing or ambiguous."""
+    if path.is_dir():
+        index, single = path / INDEX_NAME, path / SINGLE_NAME
+        if index.exists():
+            files = _indexed(path, index)
+            if single.exists() and single not in files.weights:
+                raise ModelFileError(
+                    f"{path}: both {SINGLE_NAME} and {INDEX_NAME}, which does not list it, may hold the weights; "
+                    "give the path of the one to use"
+                )
+            return files
+        if not single.exists():
+            raise ModelFileError(f"{path}: wanted {SINGLE_NAME} or {INDEX_NAME}, found neither")
+        return CheckpointFiles(path, (single,))
+    if not path.exists():
+        raise ModelFileError(f"{path}: no such file")
+    if path.name.endswith(".index.json"):
+        return _indexed(path.parent, path)
+    index = path.parent / INDEX_NAME
+    if index.exists():
+        files = _indexed(path.parent, index)
+        if path.absolute() in [part.absolute() for part in files.weights]:
+            return files
+    return CheckpointFiles(path.parent, (path,))
+
+
+def read_tables(files: CheckpointFiles) -> dict[str, SourceTensor]:
+    """All tensors by name; raise ModelFileError for one that is in two files, or not where the index says."""
+    tensors: dict[str, SourceTensor] = {}
+    for part in files.weights:
+        for tensor in read_table(part):
+            first = tensors.setdefault(tensor.name, tensor)
+            if first is not tensor:
+                raise ModelFileError(f"{part}: tensor {shown(tensor.name)} is also in {first.path}")
+    if files.index is not None and files.listed is not None:
+        _check_index(files.index, files.listed, tensors)
+    return tensors
+
+
+def safe_part(folder: Path, name: object, where: Path) -> Path:
+    """The path of the file ``name`` that ``where`` lists; raise ModelFileError where it could leave ``folder``.
+
+    Nothing is opened. A link may lead out only into the blobs of a hub cache whose snapshot the folder is.
+    """
+    if not isinstance(name, str) or not 1 <= len(name) <= MAX_PART_NAME:
+        raise ModelFileError(f"{where}: file name {shown(str(name))}: wanted 1 to {MAX_PART_NAME} characters")
+    parts = name.split("/")
+    if parts[0] == ".":
+        parts = parts[1:]
+    if "\0" in name or "\\" in name or not parts or any(part in ("", ".", "..") for part in parts):
+        raise ModelFileError(f"{where}: file name {shown(name)}: wanted a relative path inside {folder}")
+    path = folder / PurePosixPath(*parts)
+    try:
+        real, root = path.resolve(strict=True), folder.resolve(strict=True)
+    except (OSError, RuntimeError):
+        raise ModelFileError(f"{where}: file {shown(name)} is missing from {folder}") from None
+    roots = [root]
+    if root.parent.name == "snapshots":
+        roots.append(root.parent.parent / "blobs")
+    if not any(real.is_relative_to(allowed) for allowed in roots):
+        raise ModelFileError(f"{where}: file name {shown(name)}: wanted a file inside {folder}, got a link out of it")
+    if not real.is_file():
+        raise ModelFileError(f"{where}: file name {shown(name)}: wanted a regular file")
+    return path
+
+
+def _indexed(folder: Path, index: Path) -> CheckpointFiles:
+    weight_map = read_object(index, _MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelFileError(f"{index}: weight_map: wanted a map of tensor names to file names")
+    parts: dict[str, Path] = {}
+    for name in weight_map.values():
+        if not isinstance(name, str):
+            raise ModelFileError(f"{index}: weight_map: wanted file names, got {shown(str(name))}")
+        if name not in parts:
+            parts[name] = safe_part(folder, name, index)
+        if len(parts) > MAX_SHARDS:
+            raise ModelFileError(f"{index}: wanted at most {MAX_SHARDS} files")
+    listed = {tensor: parts[name] for tensor, name in weight_map.items()}
+    return CheckpointFiles(folder, tuple(sorted(set(parts.values()))), index, listed)
+
+
+def _check_index(index: Path, listed: Mapping[str, Path], tensors: Mapping[str, SourceTensor]) -> None:
+    for name, part in listed.items():
+        tensor = tensors.get(name)
+        if tensor is None or tensor.path != part:
+            found = "in none of its files" if tensor is None else f"in {tensor.path.name}"
+            raise ModelFileError(f"{index}: tensor {shown(name)}: wanted it in {part.name}, found it {found}")
+    for name, tensor in tensors.items():
+        if name not in listed:
+            raise ModelFileError(f"{index}: tensor {shown(name)} of {tensor.path} is not listed")

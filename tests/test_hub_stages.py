@@ -1,0 +1,139 @@
+"""Stages and plans of models on a hub, through the programs that people start."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hub_server import HubServer
+from hub_user import ROOT, HubUser
+from model_files import parrot, sparse, tiny
+
+from skippy_zmq.plan.planner import Machine, plan_stages
+from skippy_zmq.runtime.options import StageOptions
+from skippy_zmq.sources.gguf_model import open_model
+from skippy_zmq.sources.references import outline
+
+pytest_plugins = ("hub_fixtures",)
+
+
+def run(user: HubUser, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=user.environment(**environment),
+        cwd=ROOT,
+    )
+
+
+def test_a_pipeline_of_a_model_on_the_hub(server: HubServer, user: HubUser, tmp_path: Path) -> None:
+    model = parrot(tmp_path / "parrot.gguf", "polly", context=512).path
+    repository = server.repository("o/parrot", {"parrot.gguf": model.read_bytes(), "README.md": b"A bird."})
+    command = ["skippy_zmq.client", "--model", "hf://o/parrot", "--local-stages", "2", "--prompt", "x"]
+    command += ["--ctx-size", "256", "--lanes", "1", "--threads", "1"]
+    online = run(user, *command)
+    assert (online.returncode, online.stdout) == (0, "polly\n"), online.stderr
+    assert len(server.transfers("parrot.gguf")) == 1
+    assert len([r for r in server.requests if "/api/models/" in r.path]) == 1  # the stages are given the commit
+    repository.commit({"other.gguf": b"x"})
+    asked = len(server.requests)
+    offline = run(user, *command, HF_HUB_OFFLINE="1")
+    assert (offline.returncode, offline.stdout) == (0, "polly\n"), offline.stderr
+    assert "hf://o/parrot@main: HF_HUB_OFFLINE is set; using the cached commit" in offline.stderr
+    assert len(server.requests) == asked
+
+
+@pytest.mark.parametrize(
+    ("model", "status", "words"),
+    [
+        ("hf://o", 2, "error: 'hf://o': wanted hf://owner/name"),
+        ("hf://o/none", 2, "has no such repository"),
+        ("hf://o/bad", 2, "bad.gguf: "),
+        ("hf://o/bad/x.gguf", 2, "no file 'x.gguf'; name one of bad.gguf"),
+    ],
+)
+def test_a_stage_says_what_is_wrong(server: HubServer, user: HubUser, model: str, status: int, words: str) -> None:
+    server.repository("o/bad", {"bad.gguf": b"this is no model" * 400})
+    ended = run(user, "skippy_zmq.stage", "--model", model, "--layers", "0:1")
+    assert ended.returncode == status
+    assert words in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_a_plan_without_weights(server: HubServer, user: HubUser, tmp_path: Path) -> None:
+    path = sparse(tmp_path / "model.gguf", 8, layer_bytes=1 << 20)
+    server.repository("o/n", {"model.gguf": path.read_bytes()})
+    machines, options = [Machine(), Machine(speed=2.0)], StageOptions(ctx_size=512)
+    with outline("hf://o/n", open_hub=user.hub) as located:
+        assert plan_stages(open_model(located.path), machines, options) == plan_stages(
+            open_model(path), machines, options
+        )
+        assert located.path.stat().st_size == path.stat().st_size
+    assert not located.path.exists()
+    assert {request.range for request in server.transfers("model.gguf")} == {f"bytes=0-{(4 << 20) - 1}"}
+    assert not list(user.directory.rglob("model.gguf"))
+
+
+def test_a_header_longer_than_expected_is_read_on(server: HubServer, user: HubUser, tmp_path: Path) -> None:
+    template = "x" * (5 << 20)
+    path = tiny(tmp_path / "model.gguf", chat_template=template)
+    server.repository("o/n", {"model.gguf": path.read_bytes()})
+    with outline("hf://o/n", open_hub=user.hub) as located:
+        assert open_model(located.path).chat_template == template
+    assert len(server.transfers("model.gguf")) == 2
+
+
+def test_a_plan_of_what_is_in_the_cache_asks_for_nothing_more(server: HubServer, user: HubUser, tmp_path: Path) -> None:
+    path = tiny(tmp_path / "model.gguf")
+    server.repository("o/n", {"model.gguf": path.read_bytes()})
+    fetched = user.locate("hf://o/n")
+    with outline(fetched.reference, open_hub=lambda: user.hub(offline=True)) as located:
+        assert located == fetched
+    assert len(server.transfers("model.gguf")) == 1
+
+
+def test_the_outline_of_a_checkpoint(server: HubServer, user: HubUser) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [1 << 20], "data_offsets": [0, 4 << 20]}}).encode()
+    weights = len(header).to_bytes(8, "little") + header + b"\1" * (4 << 20)
+    config = b'{"num_hidden_layers": 1}'
+    server.repository("o/n", {"config.json": config, "model.safetensors": weights, "tokenizer.json": b"{}"})
+    with outline("hf://o/n", open_hub=user.hub) as located:
+        assert located.kind == "checkpoint"
+        assert (located.path / "config.json").read_bytes() == config
+        assert (located.path / "tokenizer.json").read_bytes() == b"{}"
+        stand_in = (located.path / "model.safetensors").read_bytes()
+    assert len(stand_in) == len(weights)
+    assert stand_in[: 8 + len(header)] == weights[: 8 + len(header)]
+    assert [request.range for request in server.transfers("model.safetensors")] == [
+        "bytes=0-7",
+        f"bytes=0-{7 + len(header)}",
+    ]
+
+
+def test_the_program_prints_a_plan_and_its_commands(server: HubServer, user: HubUser, tmp_path: Path) -> None:
+    path = tiny(tmp_path / "model.gguf", n_layers=6)
+    server.repository("o/n", {"model.gguf": path.read_bytes()})
+    commit = server.repositories["o/n"].branches["main"]
+    arguments = ["skippy_zmq.plan", "hf://o/n", "--memory", "1G,2G", "--hosts", "localhost,node1", "-c", "512"]
+    plain = run(user, *arguments)
+    assert plain.returncode == 0, plain.stderr
+    reference = f"hf://o/n@{commit}/model.gguf"
+    commands = [line for line in plain.stdout.splitlines() if line.startswith("python -m skippy_zmq.stage")]
+    assert commands == [
+        f"python -m skippy_zmq.stage --model {reference} --layers 0:3 --bind tcp://localhost:7700 "
+        "--next tcp://node1:7700 --ctx-size 512",
+        f"python -m skippy_zmq.stage --model {reference} --layers 3:6 --bind 'tcp://*:7700' "
+        "--advertise tcp://node1:7700 --first tcp://localhost:7700 --ctx-size 512",
+    ]
+    assert "--curve-key" in plain.stdout
+    as_json = run(user, *arguments, "--json")
+    values = json.loads(as_json.stdout)
+    assert (values["split"], values["revision"]) == ([3], f"o/n@{commit}")
+    assert [stage["command"] for stage in values["stages"]] == commands
+    assert values["stages"][1]["memory_bytes"] == 2 << 30

@@ -1,0 +1,66 @@
+"""The planner's command line, on local files."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from model_files import tiny
+
+from skippy_zmq.plan.__main__ import main
+from skippy_zmq.stage.config import check_role, parse_config
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny(tmp_path_factory.mktemp("model") / "a model.gguf", n_layers=6)
+
+
+def test_the_commands_are_ones_that_stages_understand(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--ctx-size", "1024", "--lanes", "2", "--cache-type-k", "q8_0", "--no-mmap"]
+    assert main([str(model), "--stages", "3", "--json", *options]) == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    configs = [parse_config(shlex.split(stage["command"])[3:]) for stage in stages]
+    for config, stage in zip(configs, stages, strict=True):
+        check_role(config, 6)
+        assert (config.model, str(config.layers)) == (str(model), stage["layers"])
+        assert (config.options.ctx_size, config.options.lanes, config.options.mmap) == (1024, 2, False)
+    assert [config.next for config in configs] == [configs[1].bind, configs[2].bind, None]
+    assert configs[2].first == configs[0].bind
+
+
+def test_the_table(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(model), "--stages", "2", "--memory", "1G", "--decode-share", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "6 layers, 4 lanes of 4096 tokens, 100 % of the time for generating" in lines[0]
+    assert " ".join(lines[2].split()) == "stage layers weights KV caches buffers, about in all of busy"
+    assert [line.split()[1] for line in lines[3:5]] == ["0:3", "3:6"]
+    assert all("1.0 GiB" in line for line in lines[3:5])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "wanted --stages N or --memory A,B"),
+        (["--stages", "0"], "--stages: wanted at least 1, got 0"),
+        (["--stages", "7"], "7 stages: the model has 6 layers"),
+        (["--stages", "2", "--memory", "1G,1G,1G"], "--memory: wanted one value or 2, one for each stage, got 3"),
+        (["--memory", "1G,x"], "--memory 'x': wanted a size like 8G or 512M"),
+        (["--memory", "100K,100K"], "the model does not fit: layers 0:6 of 6 are left over"),
+        (["--stages", "2", "--speed", "1,-1"], "--speed '-1': wanted numbers above 0"),
+        (["--stages", "2", "--hosts", "a"], "--hosts: wanted 2"),
+        (["--stages", "2", "--endpoints", "a,"], "--endpoints: wanted 2"),
+        (["--stages", "2", "--decode-share", "2"], "decode share: wanted 0 to 1, got 2"),
+        (["--stages", "x"], "--stages: invalid int value"),
+        (["--stages", "2", "--lanes", "0"], "options: lanes:"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit(model: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(model), *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert words in captured.err
+    assert captured.err.count("\n") == 1
