@@ -201,7 +201,7 @@ def test_pages_come_verified_and_go_to_other_stages_without_a_directory() -> Non
     assert peers.pages == Peers().pages
 
 
-@pytest.mark.parametrize("n_prompt", [1, 4, 5, 8, 16, 17, 18])
+@pytest.mark.parametrize("n_prompt", [0, 1, 4, 5, 8, 16, 17, 18])
 def test_names_of_pages_say_whether_anybody_may_use_them(n_prompt: int) -> None:
     """A page belongs to everybody where the prompt fills it; the saved chain agrees with the stages' at every page."""
     tokens = STATE.tokens
@@ -387,6 +387,6 @@ def test_a_directory_that_is_no_saved_session(tmp_path: Path) -> None:
     refused(Peers(), export_session(NAME, tmp_path, None), KvPageError, "not overwritten: other.txt")
 
 
-@pytest.mark.parametrize("n_prompt", [0, 19])
+@pytest.mark.parametrize("n_prompt", [-1, 19])
 def test_a_prompt_longer_than_the_session(n_prompt: int) -> None:
-    refused(empty(TWO), import_pages(STATE.tokens, n_prompt, lambda one: []), RequestError, "n_prompt: wanted 1 to 18")
+    refused(empty(TWO), import_pages(STATE.tokens, n_prompt, lambda one: []), RequestError, "n_prompt: wanted 0..18")

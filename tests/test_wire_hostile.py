@@ -403,7 +403,7 @@ def test_payload_frames_that_do_not_match_their_descriptors(payloads: tuple[byte
         (Kind.KV_IMPORT, (2, 0, 5), 1 << 40, "KvImport.tensors[0].nbytes: "),
         (Kind.KV_SESSION, (1,), "", "KvSession.session: "),
         (Kind.KV_ADOPT, (1,), b"", "KvAdopt.token_ids: "),
-        (Kind.KV_ADOPT, (2,), 0, "KvAdopt.n_prompt: "),
+        (Kind.KV_ADOPT, (2,), -1, "KvAdopt.n_prompt: "),
         (Kind.KV_ADOPT, (2,), 4, "KvAdopt.n_prompt: "),
         (Kind.KV_SESSION_REPLY, (3,), 4, "KvSessionReply.n_prompt: "),
         (Kind.KV_SESSION_REPLY, (4,), limits.MAX_PAGE_TOKENS + 1, "KvSessionReply.page_tokens: "),

@@ -348,13 +348,13 @@ def matches(draw: st.DrawFn) -> KvMatch:
 @st.composite
 def adoptions(draw: st.DrawFn) -> KvAdopt:
     token_ids = draw(SOME_IDS)
-    return KvAdopt(draw(NAMES), token_ids, draw(st.integers(1, len(token_ids))))
+    return KvAdopt(draw(NAMES), token_ids, draw(st.integers(0, len(token_ids))))
 
 
 @st.composite
 def session_replies(draw: st.DrawFn) -> KvSessionReply:
     token_ids = draw(SOME_IDS)
-    n_prompt = draw(st.integers(1, len(token_ids)))
+    n_prompt = draw(st.integers(0, len(token_ids)))
     return KvSessionReply(draw(NAMES), draw(NAMES), token_ids, n_prompt, draw(st.integers(1, limits.MAX_PAGE_TOKENS)))
 
 

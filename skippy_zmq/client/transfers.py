@@ -118,8 +118,10 @@ def import_pages(
 ) -> Transfer[str]:
     """Send each stage its pages, first tokens first, and have them made a session; the answer is its name."""
     stages: tuple[StageFacts, ...] = yield Stages()
-    if not 1 <= n_prompt <= len(token_ids) <= MAX_PROMPT_TOKENS:
-        raise RequestError(f"n_prompt: wanted 1 to {len(token_ids)}, the number of tokens, got {n_prompt}")
+    if not 1 <= len(token_ids) <= MAX_PROMPT_TOKENS:
+        raise RequestError(f"token_ids: wanted 1..{MAX_PROMPT_TOKENS}, got {len(token_ids)}")
+    if not 0 <= n_prompt <= len(token_ids):
+        raise RequestError(f"n_prompt: wanted 0..{len(token_ids)}, the number of tokens, got {n_prompt}")
     name = session_name(session_links(token_ids, n_prompt, page_tokens_of(stages)))
     n_pages = len(stages) * math.ceil(len(token_ids) / page_tokens_of(stages))
     sources = [iter(pages(stage)) for stage in stages]
@@ -162,7 +164,7 @@ def import_session(directory: Path, progress: Progress | None = None) -> Transfe
     def pages(stage: StageFacts) -> Iterator[KvPage]:
         return saved.pages(LayerRange(stage.layer_start, stage.layer_end), facts.page_tokens)
 
-    return (yield from import_pages(tokens, min(facts.n_prompt or 1, len(tokens)), pages, progress))
+    return (yield from import_pages(tokens, min(facts.n_prompt or 0, len(tokens)), pages, progress))
 
 
 def page_tokens_of(stages: Sequence[StageFacts]) -> int:

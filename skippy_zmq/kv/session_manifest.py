@@ -82,7 +82,7 @@ class SessionFacts:
         check_integer(f"{MANIFEST}: n_ctx", self.n_ctx, 1, MAX_POSITION)
         check_integer(f"{MANIFEST}: page_tokens", self.page_tokens, 1, MAX_PAGE_TOKENS)
         if self.n_prompt is not None:
-            check_integer(f"{MANIFEST}: n_prompt", self.n_prompt, 1, len(self.tokens))
+            check_integer(f"{MANIFEST}: n_prompt", self.n_prompt, 0, len(self.tokens))
         if not isinstance(self.extra, Mapping):
             raise refused(f"{MANIFEST}: extra", "a JSON object", self.extra)
         try:

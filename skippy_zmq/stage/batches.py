@@ -167,9 +167,13 @@ class BatchRunner:
             return
         sampled, more_failed = self._tokens.take(message.rows, tokens)
         times = self._times(message.times, compute_us, taken_at)
+        alone = self._model.is_first  # then a session may be kept while the answer is taken
+        if alone:
+            self._pages.ran(message, tokens)
         self._answer(wire.BatchDone(message.batch, tuple(sampled), (*failed, *more_failed), times))
         self._tokens.stream()
-        self._pages.ran(message, tokens)
+        if not alone:
+            self._pages.ran(message, tokens)
 
     @staticmethod
     def _times(before: wire.BatchTimes, compute_us: int, taken_at: int) -> wire.BatchTimes:

@@ -169,7 +169,9 @@ _RULES: Mapping[str, Field] = {
     "Generate.session": text(0, MAX_NAME_BYTES),
     "Generate.token_ids": optional(token_ids(1, MAX_PROMPT_TOKENS)),
     "Kept.session": text(0, MAX_NAME_BYTES),
+    "KvAdopt.n_prompt": integer(0, MAX_PROMPT_TOKENS),
     "KvAdopt.token_ids": token_ids(1, MAX_PROMPT_TOKENS),
+    "KvSessionReply.n_prompt": integer(0, MAX_PROMPT_TOKENS),
     "Hello.role": one_of(("upstream", "ring", "client")),
 }
 # How many structs of a class a field may hold.
