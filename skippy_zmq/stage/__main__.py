@@ -94,7 +94,9 @@ def _serve(config: StageConfig) -> None:
         check_reproducible(rows, config.options)
         pages = LanePages(model, identity)
         stack.callback(pages.close)
-        facts = stage_facts(model, identity, stage_id.decode(), endpoint, rows, pages.page_tokens)
+        facts = stage_facts(
+            model, identity, stage_id.decode(), endpoint, rows, pages.page_tokens, located.revision
+        )
         links = {}
         for name, key in (("next", config.next_key), ("first", config.first_key)):
             address = getattr(config, name)
