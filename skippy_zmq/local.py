@@ -15,7 +15,7 @@ from skippy_zmq.client import Client, Generation
 from skippy_zmq.errors import DeadlineError, OptionError, UserError
 from skippy_zmq.plan.planner import balanced_split
 from skippy_zmq.runtime.options import StageOptions, available_cores, check_options, to_arguments
-from skippy_zmq.sources.models import open_model
+from skippy_zmq.sources.models import open_located
 from skippy_zmq.sources.references import locate
 from skippy_zmq.supervision import StageCommand, Supervisor
 from skippy_zmq.topology import split_at
@@ -69,7 +69,7 @@ class LocalPipeline:
         self.model = str(model)
         located = locate(model)
         self._reference = located.reference
-        source = open_model(located.path)
+        source = open_located(located)
         if split is None:
             self.layers = tuple(balanced_split(source, stages, self.options))
         else:

@@ -106,7 +106,7 @@ def locate(
     """
     reference = parse_reference(str(model))
     if reference is None:
-        return _local(Path(model))
+        return local_model(Path(model))
     hub = open_hub()
     snapshot = hub.snapshot(reference.repository, reference.revision)
     kind, main = _choose(snapshot.names, reference.file, str(reference))
@@ -131,7 +131,7 @@ def outline(model: str | Path, *, open_hub: Callable[[], Hub] = Hub) -> Iterator
     """
     reference = parse_reference(str(model))
     if reference is None:
-        yield _local(Path(model))
+        yield local_model(Path(model))
         return
     hub = open_hub()
     snapshot = hub.snapshot(reference.repository, reference.revision)
@@ -175,16 +175,23 @@ def revision_conflict(one: str, other: str) -> str:
     return f"{ours} at commit {our_commit} on one stage, at {their_commit} on the other: start both with one revision"
 
 
-def _local(path: Path) -> LocatedModel:
+def local_model(path: Path) -> LocatedModel:
+    """What lies at ``path``; of a folder with one GGUF model, that. Raises ModelFileError for a folder without one."""
     kind: Kind = "gguf"
     if path.name.endswith((".safetensors", ".safetensors.index.json")):
         kind = "checkpoint"
     elif path.name == PACKAGE_MANIFEST:
         kind, path = "package", path.parent
     elif path.is_dir():
-        names = sorted(entry.name for entry in path.iterdir())
-        kind, main = _choose(names, "", str(path))
-        path = path / main if kind == "gguf" else path
+        try:
+            names = sorted(entry.name for entry in path.iterdir())
+        except OSError as error:
+            raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from None
+        if is_checkpoint(names) and PACKAGE_MANIFEST not in names:
+            kind = "checkpoint"  # also where somebody keeps what was made of it in the same folder
+        else:
+            kind, main = _choose(names, "", str(path))
+            path = path / main if kind == "gguf" else path
     return LocatedModel(path, kind, str(path))
 
 
