@@ -31,9 +31,19 @@ class StageWatch:
     """A connection to every stage of a pipeline, for its counters."""
 
     def __init__(self, transport: Transport, pipeline: StagePipeline) -> None:
-        self.peers = [Peer(transport, pipeline.endpoint_of(i), name="watch") for i in range(len(pipeline.ranges))]
-        for peer in self.peers:
-            peer.greet()
+        self._transport = transport
+        self._pipeline = pipeline
+        self.peers = [self._peer(index) for index in range(len(pipeline.ranges))]
+
+    def _peer(self, index: int) -> Peer:
+        peer = Peer(self._transport, self._pipeline.endpoint_of(index), name="watch")
+        peer.greet()
+        return peer
+
+    def meet_again(self, index: int) -> None:
+        """Connect to a stage that was started again."""
+        self.peers[index].close()
+        self.peers[index] = self._peer(index)
 
     def counters(self, index: int = 0) -> Counters:
         return self.peers[index].stats().counters

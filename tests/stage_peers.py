@@ -182,6 +182,14 @@ class Asker:
                 assert answer.error is None, (message, answer)
                 answer.error = message
 
+    def meet_last_again(self) -> None:
+        """Connect to the last stage, which was started again."""
+        self.last.close()
+        self._peers.remove(self.last)
+        self.last = Peer(self._transport, self.stages[-1].endpoint, identity=self.first.identity)
+        self.last.greet()
+        self._peers.append(self.last)
+
     def close(self) -> None:
         for peer in self._peers:
             peer.close()

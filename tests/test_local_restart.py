@@ -15,7 +15,7 @@ from pipeline_helpers import PATIENCE, SMALL, child_processes, children_of
 from restart_helpers import command_line, kill, wait_for_ends, wait_for_new_process, watched
 
 from skippy_zmq import LocalPipeline
-from skippy_zmq.errors import DeadlineError, OptionError, SkippyError, StageLostError, UserError
+from skippy_zmq.errors import DeadlineError, OptionError, RetryableError, SkippyError, StageLostError, UserError
 
 pytest_plugins = ("pipeline_fixtures",)
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -111,6 +111,35 @@ def test_a_stage_that_dies_again_and_again_ends_the_pipeline(model: Parrot, no_d
                 ask()
         assert "3 ends within 60 s" in pipeline.failure()
         assert pipeline.restarts == 2
+
+
+def test_an_answer_under_way_ends_with_the_pipeline(tmp_path: Path, no_delay: None) -> None:
+    """Nobody waits for a stage that nothing will bring back, however long stage 0 would."""
+    endless = parrot(tmp_path / "endless.gguf", "polly ", end="loop", context=100_000)
+    options = {**SMALL, "ctx_size": 65536, "lanes": 1, "recover_seconds": 3600}
+    with LocalPipeline(endless.path, stages=3, restart_limit=1, **options) as pipeline:
+        with pipeline.client(timeout=PATIENCE) as client:
+            stream = client.stream("x", max_tokens=60_000)
+            next(stream)
+            pid = pipeline.process_ids[1]
+            os.kill(pid, signal.SIGKILL)
+            os.kill(wait_for_new_process(pipeline, 1, pid), signal.SIGKILL)
+            with pytest.raises(RetryableError, match=r"shutting down|connection lost"):
+                for _ in stream:
+                    pass
+        assert "2 ends within 60 s" in pipeline.failure()
+
+
+def test_an_answer_under_way_goes_on(tmp_path: Path) -> None:
+    endless = parrot(tmp_path / "endless.gguf", "polly ", end="loop", context=4096)
+    with LocalPipeline(endless.path, stages=3, **{**SMALL, "ctx_size": 4096}) as pipeline:
+        with pipeline.client(timeout=PATIENCE) as client:
+            stream = client.stream("x", max_tokens=600)
+            tokens = list(next(stream).token_ids)
+            os.kill(pipeline.process_ids[1], signal.SIGKILL)
+            tokens += [token for chunk in stream for token in chunk.token_ids]
+        assert tokens == [endless.token_ids[i % 6] for i in range(600)]
+        assert pipeline.restarts == 1
 
 
 def test_ends_long_ago_do_not_count(model: Parrot, monkeypatch: pytest.MonkeyPatch) -> None:

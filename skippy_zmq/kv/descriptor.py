@@ -13,23 +13,21 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 
 from skippy_zmq.errors import KvPageError
-from skippy_zmq.kv.blocks import payload_size
 from skippy_zmq.kv.chain import LINK_BYTES, ROOT
+from skippy_zmq.kv.checked_layers import LAYER_FIELDS, checked_layers, layers_from_arrays
 from skippy_zmq.kv.checks import check_binary, check_integer, check_text, refused, shown
 from skippy_zmq.kv.layout import LayerRows
 from skippy_zmq.kv.limits import (
-    CACHE_TYPES,
     FORMAT,
     MAX_DESCRIPTOR_BYTES,
     MAX_LAYERS,
     MAX_PAGE_BYTES,
     MAX_PAGE_TOKENS,
     MAX_POSITION,
-    MAX_ROW_BYTES,
     MAX_TEXT_BYTES,
 )
 
-CHECKSUM_BYTES = 32  # SHA-256
+CHECKSUM_BYTES = 16  # XXH3, 128 bits
 _WHAT = "KV page descriptor"
 
 
@@ -44,7 +42,7 @@ class PageFacts:
     def __post_init__(self) -> None:
         check_text(f"{_WHAT}: model", self.model)
         check_text(f"{_WHAT}: build", self.build)
-        check_layers(self.layers)
+        checked_layers(self.layers, _WHAT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ class PageDescriptor:
     """Layers ``layers`` of tokens ``first`` to ``end`` (excluded) of a session. Raises KvPageError for what cannot be.
 
     ``link_before`` and ``link_after`` are the token chain's links (``chain``) at ``first`` and ``end``. ``checksum`` is
-    the SHA-256 of all other fields (``sealed_fields``) and then the payload.
+    XXH3-128 of all other fields (``sealed_fields``) and then the payload.
     """
 
     model: str
@@ -70,7 +68,7 @@ class PageDescriptor:
         check_integer(f"{_WHAT}: version", self.version, FORMAT, FORMAT)
         check_text(f"{_WHAT}: model", self.model)
         check_text(f"{_WHAT}: build", self.build)
-        check_layers(self.layers)
+        layers = checked_layers(self.layers, _WHAT)
         check_integer(f"{_WHAT}: first", self.first, 0, MAX_POSITION)
         check_integer(f"{_WHAT}: end", self.end, self.first + 1, min(MAX_POSITION + 1, self.first + MAX_PAGE_TOKENS))
         check_binary(f"{_WHAT}: link_before", self.link_before, LINK_BYTES)
@@ -79,7 +77,7 @@ class PageDescriptor:
             raise refused(
                 f"{_WHAT}: link_before", f"the root at token 0 only, and first is {self.first}", self.link_before
             )
-        size = payload_size(self.layers, self.n_tokens)
+        size = self.n_tokens * layers.token_bytes
         if size > MAX_PAGE_BYTES:
             raise refused(f"{_WHAT}: layers and tokens", f"at most {MAX_PAGE_BYTES} bytes", f"{size}")
         check_integer(f"{_WHAT}: payload_bytes", self.payload_bytes, size, size)
@@ -98,7 +96,6 @@ class PageDescriptor:
 
 
 _FIELDS = tuple(field.name for field in fields(PageDescriptor))
-_LAYER_FIELDS = tuple(field.name for field in fields(LayerRows))
 
 
 def layer_text(layers: Sequence[LayerRows]) -> str:
@@ -150,12 +147,14 @@ def _differences(
     for name in ("model", "build"):
         if getattr(descriptor, name) != getattr(facts, name):
             yield name, shown(getattr(facts, name)), shown(getattr(descriptor, name))
+    if descriptor.layers is facts.layers:
+        return
     wanted, got = ({rows.layer: rows for rows in layers} for layers in (facts.layers, descriptor.layers))
     shared = wanted.keys() & got.keys()
     if not shared or (all_layers and wanted.keys() != got.keys()):
         yield "layers", layer_text(facts.layers), layer_text(descriptor.layers)
     for layer in sorted(shared):
-        for name in _LAYER_FIELDS:
+        for name in LAYER_FIELDS:
             left, right = getattr(wanted[layer], name), getattr(got[layer], name)
             if left != right:
                 yield f"layer {layer}: {name}", left, right
@@ -170,27 +169,11 @@ def sealed_fields(descriptor: PageDescriptor) -> bytes:
 def descriptor_to_dict(descriptor: PageDescriptor) -> dict[str, Any]:
     """The fields by name, layers as arrays of theirs in order: values that msgpack can carry."""
     values = {name: getattr(descriptor, name) for name in _FIELDS}
-    values["layers"] = layers_to_arrays(descriptor.layers)
+    values["layers"] = checked_layers(descriptor.layers, _WHAT).arrays
     return values
 
 
-def layers_to_arrays(layers: Sequence[LayerRows]) -> list[list[Any]]:
-    return [[getattr(rows, name) for name in _LAYER_FIELDS] for rows in layers]
-
-
-def layers_from_arrays(values: object, where: str = _WHAT) -> tuple[LayerRows, ...]:
-    """The opposite of ``layers_to_arrays`` for values from anywhere; KvPageError for what cannot be."""
-    if not isinstance(values, (list, tuple)) or not 1 <= len(values) <= MAX_LAYERS:
-        raise refused(f"{where}: layers", f"an array of 1..{MAX_LAYERS}", values)
-    for layer in values:
-        if not isinstance(layer, (list, tuple)) or len(layer) != len(_LAYER_FIELDS):
-            raise refused(f"{where}: layers", f"arrays of {', '.join(_LAYER_FIELDS)}", layer)
-    layers = tuple(LayerRows(*layer) for layer in values)
-    check_layers(layers, where)
-    return layers
-
-
-def descriptor_from_dict(values: object, where: str = _WHAT) -> PageDescriptor:
+def descriptor_from_dict(values: object) -> PageDescriptor:
     """The opposite of ``descriptor_to_dict`` for values from anywhere; KvPageError names the field that is wrong."""
     if not isinstance(values, Mapping):
         raise KvPageError(f"KV page descriptor: wanted a map, got {shown(values)}")
@@ -199,7 +182,7 @@ def descriptor_from_dict(values: object, where: str = _WHAT) -> PageDescriptor:
             f"KV page descriptor: fields: wanted {', '.join(_FIELDS)}, "
             f"got {shown(', '.join(sorted(map(shown, values)))) or 'none'}"
         )
-    return PageDescriptor(**{**values, "layers": layers_from_arrays(values["layers"])})
+    return PageDescriptor(**{**values, "layers": layers_from_arrays(values["layers"], _WHAT)})
 
 
 def pack_descriptor(descriptor: PageDescriptor) -> bytes:
@@ -218,28 +201,3 @@ def unpack_descriptor(data: bytes) -> PageDescriptor:
     except Exception as error:  # msgpack raises what its callbacks and str() raise, of many classes
         raise KvPageError(f"KV page descriptor: not msgpack: {shown(str(error))}") from None
     return descriptor_from_dict(values)
-
-
-def check_layers(layers: object, where: str = _WHAT) -> None:
-    """Raise KvPageError unless these are layers that a page can have, ascending."""
-    if not isinstance(layers, tuple) or not 1 <= len(layers) <= MAX_LAYERS:
-        raise refused(f"{where}: layers", f"1..{MAX_LAYERS} layers", layers)
-    before = -1
-    for rows in layers:
-        if not isinstance(rows, LayerRows):
-            raise refused(f"{where}: layers", "LayerRows", rows)
-        check_integer(f"{where}: layers", rows.layer, before + 1, MAX_LAYERS - 1)
-        before = rows.layer
-        at = f"{where}: layer {rows.layer}: "
-        if type(rows.v_transposed) is not bool:
-            raise refused(f"{at}v_transposed", "a boolean", rows.v_transposed)
-        for part, least in (("k", 1), ("v", 0)):
-            kind, size = getattr(rows, f"{part}_type"), getattr(rows, f"{part}_row_bytes")
-            if not isinstance(kind, str) or kind not in CACHE_TYPES:
-                raise refused(f"{at}{part}_type", f"one of {', '.join(CACHE_TYPES)}", kind)
-            check_integer(f"{at}{part}_row_bytes", size, least, MAX_ROW_BYTES)
-            block_bytes, block_elements = CACHE_TYPES[kind]
-            if size % block_bytes:
-                raise refused(f"{at}{part}_row_bytes", f"a multiple of {block_bytes}, {kind}'s block", size)
-            if part == "v" and rows.v_transposed and block_elements > 1:
-                raise refused(f"{at}v_type", "a type without blocks, as V is transposed", kind)

@@ -49,9 +49,9 @@ class HeldPage:
 
 
 def kept(page: KvPage) -> KvPage:
-    """The page with a payload of its own."""
+    """The page with a payload that keeps nothing else in memory: itself, where that is all of what it is a view of."""
     whole = page.payload.obj
-    owns = isinstance(whole, (bytes, bytearray)) or (isinstance(whole, np.ndarray) and whole.base is None)
+    owns = not isinstance(whole, np.ndarray) or whole.base is None
     if owns and memoryview(whole).nbytes == page.payload.nbytes:
         return page
     return KvPage(page.descriptor, memoryview(bytes(page.payload)))

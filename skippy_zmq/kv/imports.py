@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from skippy_zmq.errors import KvPageError
 from skippy_zmq.kv.descriptor import PageFacts, check_fits
+from skippy_zmq.kv.held_page import kept
 from skippy_zmq.kv.page import KvPage, verify
 
 
@@ -39,8 +40,7 @@ class ImportedPages:
             )
         while self.nbytes + descriptor.payload_bytes > self._budget_bytes:
             self.drop(next(iter(self._pages)))
-        # The payload is a view of what came over the network; bytes of its own do not keep the rest of that.
-        self._pages[owner][descriptor.link_after] = KvPage(descriptor, memoryview(bytes(page.payload)))
+        self._pages[owner][descriptor.link_after] = kept(page)
         self._bytes[owner] += descriptor.payload_bytes
 
     def leading(self, owner: bytes, links: Sequence[bytes]) -> list[KvPage]:

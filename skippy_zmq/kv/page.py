@@ -1,17 +1,17 @@
 """A page: a descriptor and its bytes; making, verifying, cutting and joining pages.
 
-The checksum is SHA-256: with the processor's own instructions 1.4 GiB/s on one core where it was measured, the fastest
-hash of ``hashlib`` there that also tells a page that somebody changed (BLAKE2b 0.6; CRC-32 2.2, but it finds accidents
-only). Hashing releases the interpreter's lock. Pages in memory are not hashed again.
+The checksum is XXH3 with 128 bits, about as fast as memory can be read. It tells a page that was damaged on its way or
+on a disk; against somebody who means to deceive it proves nothing, as anyone can compute it: who may send pages is the
+keys' matter. Hashing releases the interpreter's lock. Pages in memory are not hashed again.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import xxhash
 
 from skippy_zmq.errors import KvPageError
 from skippy_zmq.kv.blocks import Block, blocks, copy_tokens, payload_size
@@ -68,9 +68,14 @@ def seal(
 
 def checksum(page: KvPage) -> bytes:
     """What ``page.descriptor.checksum`` has to be."""
-    digest = hashlib.sha256(sealed_fields(page.descriptor))
+    digest = checksum_of_fields(page.descriptor)
     digest.update(page.payload)
     return digest.digest()
+
+
+def checksum_of_fields(descriptor: PageDescriptor) -> xxhash.xxh3_128:
+    """The checksum's beginning; the payload is still to be added to it."""
+    return xxhash.xxh3_128(sealed_fields(descriptor))
 
 
 def verify(page: KvPage) -> None:

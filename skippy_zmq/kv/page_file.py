@@ -20,9 +20,9 @@ import numpy as np
 
 from skippy_zmq.errors import KvPageError
 from skippy_zmq.kv.blocks import blocks
-from skippy_zmq.kv.descriptor import PageDescriptor, descriptor_from_dict, descriptor_to_dict, sealed_fields
+from skippy_zmq.kv.descriptor import PageDescriptor, descriptor_from_dict, descriptor_to_dict
 from skippy_zmq.kv.limits import MAX_DESCRIPTOR_BYTES, MAX_LAYERS
-from skippy_zmq.kv.page import KvPage
+from skippy_zmq.kv.page import KvPage, checksum_of_fields
 
 _LENGTH_BYTES = 8
 _PIECE_BYTES = 1 << 20
@@ -90,7 +90,7 @@ def read_page(file: BinaryIO, sha256: bytes | None = None) -> KvPage:
     if size != header_bytes + descriptor.payload_bytes:
         raise KvPageError(f"{descriptor}: file: wanted {header_bytes + descriptor.payload_bytes} bytes, got {size}")
     payload = np.empty(descriptor.payload_bytes, np.uint8).data
-    digest = hashlib.sha256(sealed_fields(descriptor) if sha256 is None else encode_header(descriptor))
+    digest = checksum_of_fields(descriptor) if sha256 is None else hashlib.sha256(encode_header(descriptor))
     for start in range(0, len(payload), _PIECE_BYTES):
         piece = payload[start : start + _PIECE_BYTES]
         _read_into(file, piece)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from skippy_zmq.errors import KvPageError
+from skippy_zmq.kv.checked_layers import checked_layers, layers_from_arrays
 from skippy_zmq.kv.checks import check_binary, check_integer, check_text, refused, shown
-from skippy_zmq.kv.descriptor import CHECKSUM_BYTES, layers_from_arrays, layers_to_arrays
 from skippy_zmq.kv.layout import LayerRows
 from skippy_zmq.kv.limits import (
     FORMAT,
@@ -48,6 +48,7 @@ _KEYS = frozenset(
         "files",
     )
 ) | {"tokens", "extra", "checksum"}
+_SHA256_BYTES = 32
 _FILE_KEYS = frozenset(["name", "bytes", "sha256", "layer_start", "layer_end", "first", "end"])
 
 
@@ -153,7 +154,7 @@ def encode_manifest(manifest: SessionManifest) -> bytes:
         "n_prompt": facts.n_prompt,
         "link_after": SessionLinks(facts.tokens, facts.page_tokens, facts.n_prompt).at(manifest.n_cached).hex(),
         "n_cached": manifest.n_cached,
-        "layers": layers_to_arrays(manifest.layers),
+        "layers": checked_layers(manifest.layers, MANIFEST).arrays,
         "files": [
             {
                 "name": file.name,
@@ -223,7 +224,7 @@ def _file(entry: object) -> SessionFile:
     return SessionFile(
         name=name,
         file_bytes=check_integer(f"{MANIFEST}: {name}: bytes", entry["bytes"], 1, 2 * MAX_PAGE_BYTES),
-        sha256=_binary(f"{name}: sha256", entry["sha256"], CHECKSUM_BYTES),
+        sha256=_binary(f"{name}: sha256", entry["sha256"], _SHA256_BYTES),
         layers=LayerRange(
             start, check_integer(f"{MANIFEST}: {name}: layer_end", entry["layer_end"], start + 1, MAX_LAYERS)
         ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -49,13 +49,10 @@ class _Session:
 
 @dataclass(slots=True)
 class _Found:
-    """What KV_MATCH found for a session that has not begun yet."""
+    """What KV_MATCH found for a session that has not begun yet: read and verified, so that it can be counted on."""
 
-    pinned: PinnedPages | None
-    pages: list[KvPage] = field(default_factory=list)  # of a client's import
-
-    def load(self) -> list[KvPage]:
-        return self.pages if self.pinned is None else self.pinned.load()
+    pages: list[KvPage]
+    pinned: PinnedPages | None = None  # None: of a client's import
 
     def release(self) -> None:
         if self.pinned is not None:
@@ -111,7 +108,7 @@ class LanePages:
                 return
             session = _Session(opened.lane, opened.keep, [], [], opened.plain, opened.plain == prefix.size)
             if prefix.size:
-                pages = found.load() if found is not None else []
+                pages = found.pages if found is not None else []
                 self._restore(opened, pages, prefix.size)
                 n_full = prefix.size // self.page_tokens
                 session.links = [page.descriptor.link_after for page in pages[:n_full]]
@@ -222,11 +219,11 @@ class LanePages:
         wanted = [links[at : at + LINK_BYTES] for at in range(0, most * LINK_BYTES, LINK_BYTES)]
         if owner:
             pages = self._imported.leading(owner, wanted)
-            self._found[session] = _Found(None, pages)
+            self._found[session] = _Found(pages)
             return len(pages)
         pinned = self._store.pin(wanted)
-        self._found[session] = _Found(pinned)
-        return len(pinned)
+        found = self._found[session] = _Found(pinned.load(), pinned)
+        return len(found.pages)
 
     def held(self, links: Sequence[bytes], owner: bytes = b"") -> int:
         """How many of ``links`` are here, from the first on."""
