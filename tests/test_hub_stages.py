@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from checkpoint_files import GOLDEN
 from hub_server import HubServer
 from hub_user import ROOT, HubUser
 from model_files import parrot, sparse, tiny
@@ -16,8 +17,8 @@ from stage_processes import SMALL, StageProcess, error_line
 
 from skippy_zmq.plan.planner import Machine, plan_stages
 from skippy_zmq.runtime.options import StageOptions
-from skippy_zmq.sources.gguf_model import open_model
-from skippy_zmq.sources.references import outline
+from skippy_zmq.sources.models import open_located, open_model
+from skippy_zmq.sources.references import locate, outline
 
 pytest_plugins = ("hub_fixtures", "transport_fixtures")
 
@@ -139,6 +140,21 @@ def test_the_outline_of_a_checkpoint(server: HubServer, user: HubUser) -> None:
         "bytes=0-7",
         f"bytes=0-{7 + len(header)}",
     ]
+
+
+def test_a_checkpoint_and_its_importance_matrix(server: HubServer, user: HubUser) -> None:
+    """What is planned without weights is what a stage then opens."""
+    files = {path.name: path.read_bytes() for path in (GOLDEN / "llama").iterdir() if path.suffix != ".gguf"}
+    server.repository("o/n", {**files, "extra/im.dat": b"no matrix"})
+    options = StageOptions(quant="Q8_0", imatrix="extra/im.dat")
+    with outline("hf://o/n", open_hub=user.hub, beside=options.imatrix) as located:
+        assert (located.path / "extra" / "im.dat").read_bytes() == b"no matrix"
+        plain = plan_stages(open_located(located), [Machine()] * 2, options)
+    assert not server.transfers("logits.npy")
+    fetched = locate("hf://o/n", open_hub=user.hub, beside=options.imatrix)
+    assert (fetched.path / "extra" / "im.dat").read_bytes() == b"no matrix"
+    assert plan_stages(open_located(fetched), [Machine()] * 2, options) == plain
+    assert open_located(fetched).identity() == open_model(GOLDEN / "llama").identity()
 
 
 def test_the_program_prints_a_plan_and_its_commands(server: HubServer, user: HubUser, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from skippy_zmq.errors import OptionError
 from skippy_zmq.runtime.options import StageOptions
-from skippy_zmq.runtime.quantize import quantized
 from skippy_zmq.runtime.recipes import recipe_named
 from skippy_zmq.sources.gguf_model import GgufModel
 from skippy_zmq.sources.imatrix import ImportanceMatrix, read_imatrix
@@ -32,6 +31,8 @@ def open_with_options(located: LocatedModel, options: StageOptions) -> GgufModel
         raise OptionError(
             f"quant {recipe.name}: {located.path} is no checkpoint; weights of a GGUF file stay as they are"
         )
+    from skippy_zmq.runtime.quantize import quantized  # loads llama.cpp, which the rest does not need
+
     imatrix = _imatrix(located.path, options.imatrix)
     return quantized(source, recipe, imatrix=imatrix, threads=options.prefill_threads)
 

@@ -98,11 +98,13 @@ def locate(
     *,
     open_hub: Callable[[], Hub] = Hub,
     partial_checkpoint: bool = False,
+    beside: str = "",
 ) -> LocatedModel:
     """The model as files on this machine, fetched if need be.
 
     ``layers``: only the files of that stage: of a package its parts; of a checkpoint, with ``partial_checkpoint``, its
-    weight files. Raises ModelFileError for a reference or model that is none, RetryableError where the network failed.
+    weight files. ``beside``: a further file to fetch where the checkpoint has it, relative to its folder (an importance
+    matrix). Raises ModelFileError for a reference or model that is none, RetryableError where the network failed.
     """
     reference = parse_reference(str(model))
     if reference is None:
@@ -118,13 +120,13 @@ def locate(
         files = [prefix + part for part in package_parts(manifest, f"{snapshot}/{main}", layers)]
     else:
         stage = layers if partial_checkpoint else None
-        files = _fetch_metadata(hub, snapshot, prefix) + _weights(snapshot, main, prefix, stage)
+        files = _fetch_metadata(hub, snapshot, prefix, beside) + _weights(snapshot, main, prefix, stage)
     hub.fetch(snapshot, files)
     return _located(snapshot, kind, main)
 
 
 @contextmanager
-def outline(model: str | Path, *, open_hub: Callable[[], Hub] = Hub) -> Iterator[LocatedModel]:
+def outline(model: str | Path, *, open_hub: Callable[[], Hub] = Hub, beside: str = "") -> Iterator[LocatedModel]:
     """As ``locate``, but only what describes the model: of files that are not here yet, headers.
 
     In what this yields weights are holes; it is for reading tensor tables and metadata, and gone afterwards.
@@ -148,14 +150,16 @@ def outline(model: str | Path, *, open_hub: Callable[[], Hub] = Hub) -> Iterator
     if kind == "gguf":
         weights = gguf_files(snapshot.names, str(reference), main)
     else:
-        metadata = _fetch_metadata(hub, snapshot, prefix)
+        metadata = _fetch_metadata(hub, snapshot, prefix, beside)
         weights = _weights(snapshot, main, prefix, None)
     if all(hub.cached(snapshot, name) for name in weights):
         yield located
         return
     with tempfile.TemporaryDirectory(prefix="skippy-outline-") as directory:
         for name in metadata:
-            shutil.copyfile(snapshot.folder / name, Path(directory) / PurePosixPath(name).name)
+            target = Path(directory) / name.removeprefix(prefix)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(snapshot.folder / name, target)
         for name in weights:
             _write_outline(hub, snapshot, name, Path(directory) / PurePosixPath(name).name, kind)
         folder = kind == "checkpoint" and not main.endswith((".safetensors", ".index.json"))
@@ -240,8 +244,11 @@ def _located(snapshot: Snapshot, kind: Kind, main: str) -> LocatedModel:
     return LocatedModel(path, kind, str(reference), snapshot.revision)
 
 
-def _fetch_metadata(hub: Hub, snapshot: Snapshot, prefix: str) -> list[str]:
+def _fetch_metadata(hub: Hub, snapshot: Snapshot, prefix: str, beside: str) -> list[str]:
     names = checkpoint_metadata(snapshot.names, prefix)
+    further = prefix + beside.removeprefix("./")
+    if beside and further in snapshot.names and further not in names:
+        names.append(further)
     hub.fetch(snapshot, names)
     return names
 

@@ -70,7 +70,12 @@ def _serve(config: StageConfig) -> None:
     if config.exit_with_stdin and sys.stdin is None:
         raise OptionError("--exit-with-stdin: there is no standard input")
     with contextlib.ExitStack() as stack:
-        located = locate(config.model, config.layers, open_hub=partial(Hub, progress=config.progress))
+        located = locate(
+            config.model,
+            config.layers,
+            open_hub=partial(Hub, progress=config.progress),
+            beside=config.options.imatrix,
+        )
         source = open_with_options(located, config.options)
         check_role(config, source.n_layers)
         check_certified(source, uncertified=config.uncertified)
