@@ -14,8 +14,8 @@ from typing import Any
 from skippy_zmq.client import Client, Generation
 from skippy_zmq.errors import DeadlineError, OptionError, UserError
 from skippy_zmq.plan.planner import balanced_split
+from skippy_zmq.runtime.opening import open_with_options
 from skippy_zmq.runtime.options import StageOptions, available_cores, check_options, to_arguments
-from skippy_zmq.sources.models import open_model
 from skippy_zmq.sources.references import locate
 from skippy_zmq.supervision import StageCommand, Supervisor
 from skippy_zmq.topology import split_at
@@ -67,9 +67,9 @@ class LocalPipeline:
         given = options.model_dump(exclude_unset=True) if options is not None else {}
         self.options = check_options({**given, **overrides}, "options")
         self.model = str(model)
-        located = locate(model)
+        located = locate(model, beside=self.options.imatrix)
         self._reference = located.reference
-        source = open_model(located.path)
+        source = open_with_options(located, self.options)
         if split is None:
             self.layers = tuple(balanced_split(source, stages, self.options))
         else:

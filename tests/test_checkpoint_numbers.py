@@ -14,6 +14,7 @@ from skippy_zmq.runtime.opening import open_with_options
 from skippy_zmq.runtime.options import StageOptions
 from skippy_zmq.runtime.stage_model import StageModel
 from skippy_zmq.sources.checkpoint.checkpoint import open_checkpoint
+from skippy_zmq.sources.references import locate
 from skippy_zmq.topology import LayerRange
 
 NAME = "model.layers.1.mlp.up_proj.weight"
@@ -43,7 +44,7 @@ def folder_with(tmp_path: Path, value: bytes, *, dtype: str = "BF16", name: str 
 
 def load(folder: Path, quant: str) -> StageModel:
     options = StageOptions(ctx_size=64, lanes=1, threads=1, quant=quant)
-    source = open_with_options(folder, options)
+    source = open_with_options(locate(folder), options)
     return StageModel(source, LayerRange(0, source.n_layers), options)
 
 
@@ -73,7 +74,7 @@ def test_bf16_values_are_preserved_bit_for_bit(value: float, tmp_path: Path) -> 
 @pytest.mark.parametrize("quant", ["preserve", "F16", "Q8_0"])
 def test_norms_are_f32(quant: str, tmp_path: Path) -> None:
     folder = folder_with(tmp_path, bf16(1.5), name=NORM)
-    source = open_with_options(folder, StageOptions(quant=quant))
+    source = open_with_options(locate(folder), StageOptions(quant=quant))
     vectors = [tensor for tensor in source.tensors if len(tensor.shape) == 1]
     assert len(vectors) == 5
     assert {tensor.type for tensor in vectors} == {0}
@@ -101,7 +102,7 @@ def test_infinities_and_nans_in_the_source_are_refused_by_name(
 def test_a_stage_reads_only_its_own_layers(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, bf16(float("nan")))  # in layer 1
     options = StageOptions(ctx_size=64, lanes=1, threads=1)
-    source = open_with_options(folder, options)
+    source = open_with_options(locate(folder), options)
     assert StageModel(source, LayerRange(0, 1), options).n_vocab == 512
     with pytest.raises(ModelFileError, match=NAME):
         StageModel(source, LayerRange(1, 2), options)

@@ -25,6 +25,7 @@ from skippy_zmq.runtime.options import StageOptions
 from skippy_zmq.sources.checkpoint.checkpoint import open_checkpoint
 from skippy_zmq.sources.gguf_model import GgufModel
 from skippy_zmq.sources.models import open_model
+from skippy_zmq.sources.references import locate
 from skippy_zmq.topology import split_evenly
 
 pytest_plugins = ("transport_fixtures",)
@@ -57,7 +58,7 @@ def staged(source: GgufModel, boundaries: tuple[int, ...], settings: Settings) -
 
 
 def opened(folder: Path, quant: str = "preserve") -> GgufModel:
-    return open_with_options(folder, StageOptions(quant=quant, threads=1))
+    return open_with_options(locate(folder), StageOptions(quant=quant, threads=1))
 
 
 @pytest.mark.parametrize("settings", [PLAIN, DEFAULTS], ids=["plain", "defaults"])
@@ -136,7 +137,7 @@ def test_recipes_are_for_checkpoints_only() -> None:
 
 def test_an_importance_matrix_without_a_recipe_is_refused() -> None:
     with pytest.raises(OptionError, match="imatrix: wanted a recipe"):
-        open_with_options(GOLDEN / "llama", StageOptions(imatrix="im.dat"))
+        open_with_options(locate(GOLDEN / "llama"), StageOptions(imatrix="im.dat"))
 
 
 def _importances(path: Path, entries: dict[str, int]) -> None:
@@ -155,16 +156,16 @@ def test_a_relative_importance_matrix_lies_beside_the_checkpoint(
     monkeypatch.chdir(tmp_path)
     options = StageOptions(quant="Q4_0", imatrix="im.dat", threads=1)
     with pytest.raises(ModelFileError, match=r"model/im\.dat: wanted an importance matrix"):
-        open_with_options(folder, options)
+        open_with_options(locate(folder), options)
     _importances(folder / "im.dat", {"blk.0.attn_q.weight": 32})
     with caplog.at_level(logging.INFO):
-        found = open_with_options(folder, options)
+        found = open_with_options(locate(folder), options)
     assert hashlib.sha256((folder / "im.dat").read_bytes()).hexdigest() in caplog.text
-    assert open_with_options(folder / "model.safetensors", options).identity() == found.identity()
+    assert open_with_options(locate(folder / "model.safetensors"), options).identity() == found.identity()
     absolute = StageOptions(quant="Q4_0", imatrix=str(folder / "im.dat"), threads=1)
-    assert open_with_options(folder, absolute).identity() == found.identity()
+    assert open_with_options(locate(folder), absolute).identity() == found.identity()
     without = StageOptions(quant="Q4_0", threads=1)
-    assert open_with_options(folder, without).identity() != found.identity()
+    assert open_with_options(locate(folder), without).identity() != found.identity()
 
 
 @pytest.mark.parametrize("boundaries", [(), (1,)], ids=str)

@@ -237,7 +237,7 @@ def test_from_a_stage_that_does_not_fit(name: str, ipc_scene: Scene, transport: 
 def test_facts_that_are_none(ipc_scene: Scene) -> None:
     """HELLO itself, one value wrong at a time: the ends of every range, and types that are not the field's."""
     peer = ipc_scene.peer(1, greeted=False)
-    facts = dataclasses.replace(FACTS, stage=peer.identity.decode())
+    facts = dataclasses.replace(FACTS, stage=peer.identity.decode(), revision="")  # which may be empty
     prefix, header = encode(wire.Hello("upstream", peer.identity.decode(), facts))
     for index, field in enumerate(dataclasses.fields(wire.StageFacts)):
         for value in (None, -1, 1.5, _BIG, "", "x" * 513, [[]], [["x", 0, "f32", -1, 0]], [["x", 0, "f32", _BIG, 0]]):

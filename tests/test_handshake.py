@@ -62,6 +62,25 @@ def test_memory_threads_and_names_may_differ() -> None:
     check_pipeline((_stage(0, 2), other))
 
 
+def test_two_commits_of_one_repository_are_not_mixed() -> None:
+    ours, theirs = "o/n@" + "a" * 40, "o/n@" + "b" * 40
+    one, other = _stage(0, 2, revision=ours), _stage(2, 4, revision=theirs)
+    words = ("0:2", "2:4", f"o/n at commit {'a' * 40} on one stage, at {'b' * 40} on the other")
+    for check in (check_neighbours, check_ring):
+        with _refused("model_mismatch", *words):
+            check(one, other)
+    with _refused("model_mismatch", "o/n at commit"):  # whatever is said of their contents
+        check_neighbours(one, dataclasses.replace(other, model="bbbb"))
+
+
+@pytest.mark.parametrize("theirs", ["o/n@" + "a" * 40, "", "o/copy@" + "b" * 40])
+def test_the_contents_decide_where_revisions_cannot(theirs: str) -> None:
+    one, other = _stage(0, 2, revision="o/n@" + "a" * 40), _stage(2, 4, revision=theirs)
+    check_pipeline((one, other))
+    with _refused("model_mismatch", "model identity differs: aaaa", "bbbb"):
+        check_neighbours(one, dataclasses.replace(other, model="bbbb"))
+
+
 @pytest.mark.parametrize(
     ("one", "other", "kind"),
     [((0, 2), (3, 4), "leave a gap"), ((0, 3), (2, 4), "overlap"), ((2, 4), (0, 2), "overlap")],

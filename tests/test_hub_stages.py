@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from checkpoint_files import GOLDEN
 from hub_server import HubServer
 from hub_user import ROOT, HubUser
 from model_files import parrot, sparse, tiny
+from stage_processes import SMALL, StageProcess, error_line
 
 from skippy_zmq.plan.planner import Machine, plan_stages
 from skippy_zmq.runtime.options import StageOptions
-from skippy_zmq.sources.gguf_model import open_model
-from skippy_zmq.sources.references import outline
+from skippy_zmq.sources.models import open_located, open_model
+from skippy_zmq.sources.references import locate, outline
 
-pytest_plugins = ("hub_fixtures",)
+pytest_plugins = ("hub_fixtures", "transport_fixtures")
 
 
 def run(user: HubUser, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -47,6 +50,29 @@ def test_a_pipeline_of_a_model_on_the_hub(server: HubServer, user: HubUser, tmp_
     assert (offline.returncode, offline.stdout) == (0, "polly\n"), offline.stderr
     assert "hf://o/parrot@main: HF_HUB_OFFLINE is set; using the cached commit" in offline.stderr
     assert len(server.requests) == asked
+
+
+def test_a_branch_that_moves_between_two_stages(
+    server: HubServer, user: HubUser, socket_dir: Path, tmp_path: Path
+) -> None:
+    """Case P04: other weights of the same shapes."""
+    old, new = (tiny(tmp_path / f"{seed}.gguf", seed=seed).read_bytes() for seed in (1, 2))
+    repository = server.repository("o/n", {"model.gguf": old})
+    zero, one, away = (f"ipc://{socket_dir}/{index}" for index in range(3))  # or either might be refused first
+    common = ("--model", "hf://o/n@main", *SMALL)
+    environment = {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(user.directory)}
+    with contextlib.ExitStack() as stages:
+        first = stages.enter_context(
+            StageProcess(*common, "--layers", "0:2", "--bind", zero, "--next", one, **environment)
+        )
+        first.logged("loaded, listening")
+        before = repository.branches["main"]
+        after = repository.commit({"model.gguf": new, "README.md": b"better"})
+        stages.enter_context(StageProcess(*common, "--layers", "2:4", "--bind", one, "--first", away, **environment))
+        assert first.wait() == 1
+        refusal = error_line(first.stderr())
+        assert f"o/n at commit {before}" in refusal
+        assert f"at {after}" in refusal
 
 
 @pytest.mark.parametrize(
@@ -114,6 +140,21 @@ def test_the_outline_of_a_checkpoint(server: HubServer, user: HubUser) -> None:
         "bytes=0-7",
         f"bytes=0-{7 + len(header)}",
     ]
+
+
+def test_a_checkpoint_and_its_importance_matrix(server: HubServer, user: HubUser) -> None:
+    """What is planned without weights is what a stage then opens."""
+    files = {path.name: path.read_bytes() for path in (GOLDEN / "llama").iterdir() if path.suffix != ".gguf"}
+    server.repository("o/n", {**files, "extra/im.dat": b"no matrix"})
+    options = StageOptions(quant="Q8_0", imatrix="extra/im.dat")
+    with outline("hf://o/n", open_hub=user.hub, beside=options.imatrix) as located:
+        assert (located.path / "extra" / "im.dat").read_bytes() == b"no matrix"
+        plain = plan_stages(open_located(located), [Machine()] * 2, options)
+    assert not server.transfers("logits.npy")
+    fetched = locate("hf://o/n", open_hub=user.hub, beside=options.imatrix)
+    assert (fetched.path / "extra" / "im.dat").read_bytes() == b"no matrix"
+    assert plan_stages(open_located(fetched), [Machine()] * 2, options) == plain
+    assert open_located(fetched).identity() == open_model(GOLDEN / "llama").identity()
 
 
 def test_the_program_prints_a_plan_and_its_commands(server: HubServer, user: HubUser, tmp_path: Path) -> None:

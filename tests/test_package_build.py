@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -12,9 +13,10 @@ from pathlib import Path
 
 import llama_cpp
 import pytest
+from checkpoint_files import GOLDEN
 from gguf_bytes import STRING, scalar
 from model_files import rewrite, shards, tiny
-from package_helpers import contents, edited, flip, package_of, sha256
+from package_helpers import check_stage, contents, edited, flip, package_of, sha256
 from stage_processes import stage_environment
 
 from skippy_zmq.errors import ModelFileError, OptionError
@@ -76,6 +78,28 @@ def test_composing_gives_the_source_back(tmp_path: Path, name: str) -> None:
     assert _tensor_bytes(open_model(whole)) == _tensor_bytes(open_model(single))
     assert list(_tensor_bytes(open_model(whole))) == list(_tensor_bytes(open_model(single)))
     assert open_model(whole).identity() == open_model(single).identity()
+
+
+def test_a_checkpoint_becomes_a_package(tmp_path: Path) -> None:
+    """Its tensors are what llama.cpp's converter makes of the checkpoint."""
+    package = tmp_path / "package"
+    assert main(["build", str(GOLDEN / "llama"), str(package), "--no-progress"]) == 0
+    assert main(["verify", str(package), "--no-progress"]) == 0
+    expected = json.loads((GOLDEN / "llama" / "reference-bf16.json").read_text())["tensors"]
+    found = _tensor_bytes(open_model(package))
+    assert {name: hashlib.sha256(data).hexdigest() for name, data in found.items()} == {
+        name: digest for name, (_, _, digest) in expected.items()
+    }
+    check_stage(package)
+
+
+def test_a_checkpoint_that_changed_is_read_again(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(GOLDEN / "llama", folder)
+    before = GgufWeights(open_model(folder)).fingerprint()
+    assert GgufWeights(open_model(folder)).fingerprint() == before
+    flip(folder / "model.safetensors", 400_001)  # between the samples that a model is known by
+    assert GgufWeights(open_model(folder)).fingerprint() != before
 
 
 def test_a_sparse_file_holds_one_stage(tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ def test_all_problems_of_a_manifest_are_listed(sound: Path, tmp_path: Path) -> N
         content["tensors"][5]["type"] = "Q9"
 
     message = refusal_of(edited(copied(sound, tmp_path / "package"), edit))
-    for words in ("identity: ", "parts[6].sha256", "leaves the package", "tensor type, got 'Q9'", "problems: "):
+    for words in ("identity: ", "parts[6].sha256", "leaves the folder", "tensor type, got 'Q9'", "problems: "):
         assert words in message
 
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
+from checkpoint_files import GOLDEN
 from model_files import tiny
+from package_helpers import package_of, with_parts
 
 from skippy_zmq.plan.__main__ import main
+from skippy_zmq.runtime.opening import open_with_options
+from skippy_zmq.runtime.stage_model import StageModel
+from skippy_zmq.sources.references import locate
 from skippy_zmq.stage.config import check_role, parse_config
 
 
@@ -29,6 +35,29 @@ def test_the_commands_are_ones_that_stages_understand(model: Path, capsys: pytes
         assert (config.options.ctx_size, config.options.lanes, config.options.mmap) == (1024, 2, False)
     assert [config.next for config in configs] == [configs[1].bind, configs[2].bind, None]
     assert configs[2].first == configs[0].bind
+
+
+def _stages(model: Path, capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[str, Any]]:
+    assert main([str(model), "--stages", "2", "--ctx-size", "256", "--json", *options]) == 0
+    stages: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["stages"]
+    return stages
+
+
+def test_a_package_is_planned_as_its_model(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = package_of(model, tmp_path / "package")
+    outline = with_parts(whole, tmp_path / "outline", {"shared.gguf"})  # no weights
+    wanted = [{k: v for k, v in stage.items() if k != "command"} for stage in _stages(model, capsys)]
+    assert [{k: v for k, v in stage.items() if k != "command"} for stage in _stages(outline, capsys)] == wanted
+
+
+@pytest.mark.parametrize("quant", ["preserve", "Q8_0"])
+def test_a_checkpoint_is_planned_as_it_will_be_loaded(quant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for stage in _stages(GOLDEN / "llama", capsys, "--quant", quant, "--threads", "1"):
+        config = parse_config(shlex.split(stage["command"])[3:])
+        assert config.options.quant == quant
+        source = open_with_options(locate(config.model), config.options)
+        opened = StageModel(source, config.layers, config.options)
+        assert stage["weights_bytes"] == opened.native_model.own_bytes
 
 
 def test_the_table(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

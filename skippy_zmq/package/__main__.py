@@ -7,19 +7,22 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
 
 from skippy_zmq.errors import SkippyError
 from skippy_zmq.package.report import package_json, package_table
-from skippy_zmq.sources.models import open_model
+from skippy_zmq.sources.hub import Hub
+from skippy_zmq.sources.models import open_located
 from skippy_zmq.sources.package.building import build_package
 from skippy_zmq.sources.package.composing import compose
 from skippy_zmq.sources.package.opening import open_package
 from skippy_zmq.sources.package.reading import package_folder, read_manifest
 from skippy_zmq.sources.package.verifying import verify_package
 from skippy_zmq.sources.package.weight_source import GgufWeights
+from skippy_zmq.sources.references import locate
 from skippy_zmq.topology import LayerRange
 
 _EXIT_PROBLEMS = 1
@@ -33,7 +36,11 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = result.add_subparsers(dest="command", required=True, metavar="build|inspect|verify|compose")
     build = commands.add_parser("build", help="write the package of a model; a build that was stopped goes on")
-    build.add_argument("model", type=Path, metavar="MODEL", help="a GGUF file, or the first of its shards")
+    build.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a GGUF file, the first of its shards, a checkpoint folder, or hf://owner/name[@revision][/file]",
+    )
     build.add_argument("output", type=Path, metavar="OUT", help="the folder of the package")
     build.add_argument(
         "--mmproj", type=Path, action="append", default=[], metavar="FILE", help="a projector to add (repeatable)"
@@ -72,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    source = GgufWeights(open_model(arguments.model))
+    located = locate(arguments.model, open_hub=partial(Hub, progress=arguments.progress))
+    source = GgufWeights(open_located(located))
     with _bar(arguments, "building") as (begin, progress):
         manifest = build_package(source, arguments.output, arguments.mmproj, begin=begin, progress=progress)
     size = sum(part.size for part in manifest.parts)

@@ -11,8 +11,8 @@ from skippy_zmq.errors import SkippyError
 from skippy_zmq.plan.arguments import parse_request
 from skippy_zmq.plan.planner import plan_stages
 from skippy_zmq.plan.report import plan_json, plan_text
+from skippy_zmq.runtime.opening import open_with_options
 from skippy_zmq.sources.hub import Hub
-from skippy_zmq.sources.models import open_model
 from skippy_zmq.sources.references import outline
 
 
@@ -21,8 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         logging.basicConfig(level="WARNING", stream=sys.stderr, format="%(message)s")
         request = parse_request(argv)
-        with outline(request.model, open_hub=partial(Hub, progress=request.progress)) as located:
-            source = open_model(located.path)
+        open_hub = partial(Hub, progress=request.progress)
+        with outline(request.model, open_hub=open_hub, beside=request.options.imatrix) as located:
+            source = open_with_options(located, request.options)
             plan = plan_stages(source, request.machines, request.options, decode_share=request.decode_share)
             if request.as_json:
                 print(plan_json(plan, request, located.reference, located.revision))

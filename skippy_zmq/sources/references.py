@@ -98,15 +98,17 @@ def locate(
     *,
     open_hub: Callable[[], Hub] = Hub,
     partial_checkpoint: bool = False,
+    beside: str = "",
 ) -> LocatedModel:
     """The model as files on this machine, fetched if need be.
 
     ``layers``: only the files of that stage: of a package its parts; of a checkpoint, with ``partial_checkpoint``, its
-    weight files. Raises ModelFileError for a reference or model that is none, RetryableError where the network failed.
+    weight files. ``beside``: a further file to fetch where the checkpoint has it, relative to its folder (an importance
+    matrix). Raises ModelFileError for a reference or model that is none, RetryableError where the network failed.
     """
     reference = parse_reference(str(model))
     if reference is None:
-        return _local(Path(model))
+        return local_model(Path(model))
     hub = open_hub()
     snapshot = hub.snapshot(reference.repository, reference.revision)
     kind, main = _choose(snapshot.names, reference.file, str(reference))
@@ -118,20 +120,20 @@ def locate(
         files = [prefix + part for part in package_parts(manifest, f"{snapshot}/{main}", layers)]
     else:
         stage = layers if partial_checkpoint else None
-        files = _fetch_metadata(hub, snapshot, prefix) + _weights(snapshot, main, prefix, stage)
+        files = _fetch_metadata(hub, snapshot, prefix, beside) + _weights(snapshot, main, prefix, stage)
     hub.fetch(snapshot, files)
     return _located(snapshot, kind, main)
 
 
 @contextmanager
-def outline(model: str | Path, *, open_hub: Callable[[], Hub] = Hub) -> Iterator[LocatedModel]:
+def outline(model: str | Path, *, open_hub: Callable[[], Hub] = Hub, beside: str = "") -> Iterator[LocatedModel]:
     """As ``locate``, but only what describes the model: of files that are not here yet, headers.
 
     In what this yields weights are holes; it is for reading tensor tables and metadata, and gone afterwards.
     """
     reference = parse_reference(str(model))
     if reference is None:
-        yield _local(Path(model))
+        yield local_model(Path(model))
         return
     hub = open_hub()
     snapshot = hub.snapshot(reference.repository, reference.revision)
@@ -148,14 +150,16 @@ def outline(model: str | Path, *, open_hub: Callable[[], Hub] = Hub) -> Iterator
     if kind == "gguf":
         weights = gguf_files(snapshot.names, str(reference), main)
     else:
-        metadata = _fetch_metadata(hub, snapshot, prefix)
+        metadata = _fetch_metadata(hub, snapshot, prefix, beside)
         weights = _weights(snapshot, main, prefix, None)
     if all(hub.cached(snapshot, name) for name in weights):
         yield located
         return
     with tempfile.TemporaryDirectory(prefix="skippy-outline-") as directory:
         for name in metadata:
-            shutil.copyfile(snapshot.folder / name, Path(directory) / PurePosixPath(name).name)
+            target = Path(directory) / name.removeprefix(prefix)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(snapshot.folder / name, target)
         for name in weights:
             _write_outline(hub, snapshot, name, Path(directory) / PurePosixPath(name).name, kind)
         folder = kind == "checkpoint" and not main.endswith((".safetensors", ".index.json"))
@@ -175,16 +179,23 @@ def revision_conflict(one: str, other: str) -> str:
     return f"{ours} at commit {our_commit} on one stage, at {their_commit} on the other: start both with one revision"
 
 
-def _local(path: Path) -> LocatedModel:
+def local_model(path: Path) -> LocatedModel:
+    """What lies at ``path``; of a folder with one GGUF model, that. Raises ModelFileError for a folder without one."""
     kind: Kind = "gguf"
     if path.name.endswith((".safetensors", ".safetensors.index.json")):
         kind = "checkpoint"
     elif path.name == PACKAGE_MANIFEST:
         kind, path = "package", path.parent
     elif path.is_dir():
-        names = sorted(entry.name for entry in path.iterdir())
-        kind, main = _choose(names, "", str(path))
-        path = path / main if kind == "gguf" else path
+        try:
+            names = sorted(entry.name for entry in path.iterdir())
+        except OSError as error:
+            raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from None
+        if is_checkpoint(names) and PACKAGE_MANIFEST not in names:
+            kind = "checkpoint"  # also where somebody keeps what was made of it in the same folder
+        else:
+            kind, main = _choose(names, "", str(path))
+            path = path / main if kind == "gguf" else path
     return LocatedModel(path, kind, str(path))
 
 
@@ -233,8 +244,11 @@ def _located(snapshot: Snapshot, kind: Kind, main: str) -> LocatedModel:
     return LocatedModel(path, kind, str(reference), snapshot.revision)
 
 
-def _fetch_metadata(hub: Hub, snapshot: Snapshot, prefix: str) -> list[str]:
+def _fetch_metadata(hub: Hub, snapshot: Snapshot, prefix: str, beside: str) -> list[str]:
     names = checkpoint_metadata(snapshot.names, prefix)
+    further = prefix + beside.removeprefix("./")
+    if beside and further in snapshot.names and further not in names:
+        names.append(further)
     hub.fetch(snapshot, names)
     return names
 

@@ -70,8 +70,13 @@ def _serve(config: StageConfig) -> None:
     if config.exit_with_stdin and sys.stdin is None:
         raise OptionError("--exit-with-stdin: there is no standard input")
     with contextlib.ExitStack() as stack:
-        located = locate(config.model, config.layers, open_hub=partial(Hub, progress=config.progress))
-        source = open_with_options(located.path, config.options)
+        located = locate(
+            config.model,
+            config.layers,
+            open_hub=partial(Hub, progress=config.progress),
+            beside=config.options.imatrix,
+        )
+        source = open_with_options(located, config.options)
         check_role(config, source.n_layers)
         check_certified(source, uncertified=config.uncertified)
         factory = SocketFactory(security=_security(config), limits=SocketLimits(frame_bytes=MAX_PAYLOAD_BYTES))
@@ -94,7 +99,7 @@ def _serve(config: StageConfig) -> None:
         check_reproducible(rows, config.options)
         pages = LanePages(model, identity)
         stack.callback(pages.close)
-        facts = stage_facts(model, identity, stage_id.decode(), endpoint, rows, pages.page_tokens)
+        facts = stage_facts(model, identity, stage_id.decode(), endpoint, rows, pages.page_tokens, located.revision)
         links = {}
         for name, key in (("next", config.next_key), ("first", config.first_key)):
             address = getattr(config, name)

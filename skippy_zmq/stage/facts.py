@@ -57,8 +57,10 @@ def stage_facts(
     endpoint: str,
     rows: RowClass = ONE_ROW,
     kv_page_tokens: int = 0,
+    revision: str = "",
 ) -> StageFacts:
-    """Facts of an opened model. ``stage``: name and boot nonce; ``endpoint``: how others reach it."""
+    """Facts of an opened model. ``stage``: name and boot nonce; ``endpoint``: how others reach it; ``revision``: as
+    ``LocatedModel`` has it."""
     context, options, memory = model.native_context, model.options, model.memory()
     for spec in (*model.wanted, *model.offered):
         if spec.fixed_bytes + spec.row_bytes * context.n_ubatch > MAX_PAYLOAD_BYTES:
@@ -95,6 +97,7 @@ def stage_facts(
         row_class_high=rows.high,
         reproducible=options.reproducible,
         kv_page_tokens=kv_page_tokens,
+        revision=revision,
     )
 
 

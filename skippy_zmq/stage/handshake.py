@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 from skippy_zmq.errors import HandshakeError
+from skippy_zmq.sources.references import revision_conflict
 from skippy_zmq.wire.messages import CrossingSpec, StageFacts
 
 # What must be equal on every stage of a pipeline, with the name an operator knows it by.
@@ -27,6 +28,9 @@ def _name(facts: StageFacts) -> str:
 
 
 def _check_equal(one: StageFacts, other: StageFacts) -> None:
+    conflict = revision_conflict(one.revision, other.revision)
+    if conflict:  # said before the contents are compared, of which it is the likely reason
+        raise HandshakeError(f"{_name(one)} and {_name(other)}: {conflict}", code="model_mismatch")
     for code, fields in (("model_mismatch", _MODEL), ("settings_mismatch", _SETTINGS)):
         for field, label in fields:
             ours, theirs = getattr(one, field), getattr(other, field)

@@ -143,6 +143,7 @@ _RULES: Mapping[str, Field] = {
     "received": integer(0, MAX_POSITION),
     "repeat_last_n": _SIGNED,
     "request": _NAME,
+    "revision": text(0, MAX_LABEL_BYTES),
     "reused": integer(0, MAX_PROMPT_TOKENS),
     "row_class_high": integer(1, MAX_BATCH_ROWS),
     "row_class_low": integer(1, MAX_BATCH_ROWS),

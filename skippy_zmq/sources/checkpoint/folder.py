@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from skippy_zmq.errors import ModelFileError
 from skippy_zmq.sources.checkpoint.json_file import read_object
 from skippy_zmq.sources.checkpoint.safetensors_table import SourceTensor, read_table
 from skippy_zmq.sources.gguf_values import shown
+from skippy_zmq.sources.relative_names import checked_name, link_roots
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_SHARDS = 65_535
-MAX_PART_NAME = 1024
 _MAX_INDEX_BYTES = 128 * 1024 * 1024
 
 
@@ -26,13 +26,6 @@ class CheckpointFiles:
     weights: tuple[Path, ...]
     index: Path | None = None
     listed: Mapping[str, Path] | None = None
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether ``path`` names a checkpoint: a folder with config.json, a .safetensors file, or an index of such."""
-    if path.is_dir():
-        return (path / "config.json").exists()
-    return path.name.endswith((".safetensors", ".safetensors.index.json"))
 
 
 def find_files(path: Path) -> CheckpointFiles:
@@ -80,25 +73,16 @@ def safe_part(folder: Path, name: object, where: Path) -> Path:
 
     Nothing is opened. A link may lead out only into the blobs of a hub cache whose snapshot the folder is.
     """
-    if not isinstance(name, str) or not 1 <= len(name) <= MAX_PART_NAME:
-        raise ModelFileError(f"{where}: file name {shown(str(name))}: wanted 1 to {MAX_PART_NAME} characters")
-    parts = name.split("/")
-    if parts[0] == ".":
-        parts = parts[1:]
-    if "\0" in name or "\\" in name or not parts or any(part in ("", ".", "..") for part in parts):
-        raise ModelFileError(f"{where}: file name {shown(name)}: wanted a relative path inside {folder}")
-    path = folder / PurePosixPath(*parts)
+    part = checked_name(name, str(where))
+    path = folder / part
     try:
         real, root = path.resolve(strict=True), folder.resolve(strict=True)
     except (OSError, RuntimeError):
-        raise ModelFileError(f"{where}: file {shown(name)} is missing from {folder}") from None
-    roots = [root]
-    if root.parent.name == "snapshots":
-        roots.append(root.parent.parent / "blobs")
-    if not any(real.is_relative_to(allowed) for allowed in roots):
-        raise ModelFileError(f"{where}: file name {shown(name)}: wanted a file inside {folder}, got a link out of it")
+        raise ModelFileError(f"{where}: file {shown(part)} is missing from {folder}") from None
+    if not any(real.is_relative_to(allowed) for allowed in link_roots(root)):
+        raise ModelFileError(f"{where}: file name {shown(part)}: wanted a file inside {folder}, got a link out of it")
     if not real.is_file():
-        raise ModelFileError(f"{where}: file name {shown(name)}: wanted a regular file")
+        raise ModelFileError(f"{where}: file name {shown(part)}: wanted a regular file")
     return path
 
 

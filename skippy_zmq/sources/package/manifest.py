@@ -16,7 +16,7 @@ from skippy_zmq.sources.gguf_header import MAX_TENSOR_NAME_BYTES, MAX_TENSORS, t
 from skippy_zmq.sources.gguf_layout import Layout, TensorEntry, lay_out, number_pair
 from skippy_zmq.sources.gguf_values import INT32, UINT16, shown
 from skippy_zmq.sources.package.layout import EMBEDDINGS, LAYER, OUTPUT, PROJECTOR, SHARED, part_of
-from skippy_zmq.sources.package.part_paths import path_problem, plain_path
+from skippy_zmq.sources.relative_names import name_problem, plain_name
 
 MANIFEST_NAME = "model-package.json"
 SCHEMA_VERSION = 1  # of the manifest
@@ -188,11 +188,11 @@ def parse_manifest(raw: bytes) -> Draft:
 
 def _keep_part(draft: Draft, part: Part, index: int) -> None:
     label = f"parts[{index}]"
-    problem = path_problem(part.path)
+    problem = name_problem(part.path)
     if problem:
         draft.problems.append(f"{label}: path {shown(part.path)} {problem}")
         return
-    part = part.model_copy(update={"path": plain_path(part.path)})
+    part = part.model_copy(update={"path": plain_name(part.path)})
     if any(part.path == other.path for other in draft.parts):
         draft.problems.append(f"{label}: path {shown(part.path)} appears twice")
     if (part.layer is None) == (part.kind == LAYER):
@@ -232,7 +232,7 @@ def _read_tensors(draft: Draft, content: Mapping[str, Any]) -> tuple[list[Tensor
         if not 1 <= len(name) <= MAX_TENSOR_NAME_BYTES or not tensor.name.isprintable():
             draft.problems.append(f"tensors[{index}]: {what}: wanted a name of 1 to {MAX_TENSOR_NAME_BYTES} bytes")
             continue
-        path = plain_path(tensor.part)
+        path = plain_name(tensor.part)
         if tensor.name in seen:
             draft.problems.append(f"{what} appears twice, in {shown(seen[tensor.name])} and in {shown(path)}")
         seen[tensor.name] = path

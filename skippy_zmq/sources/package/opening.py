@@ -18,6 +18,7 @@ from skippy_zmq.sources.package.parts import PackageParts, stand_ins
 from skippy_zmq.sources.package.projectors import Projector
 from skippy_zmq.sources.package.reading import package_error, package_folder, read_manifest
 from skippy_zmq.sources.stage_files import StageFiles
+from skippy_zmq.sources.stage_tensors import has_tied_norm
 from skippy_zmq.topology import LayerRange
 
 _DESCRIPTORS_PER_PART = 3  # of ours, of the stage's and, while it loads, of llama.cpp's
@@ -36,7 +37,7 @@ class PackageModel(GgufModel):
         return self.manifest.identity
 
     def ownership(self, layers: LayerRange) -> Ownership:
-        tied_norm = not any(tensor.name.startswith("output_norm") for tensor in self.tensors)
+        tied_norm = has_tied_norm(tensor.name for tensor in self.tensors)
         return Ownership(layers, self.n_layers, self.tied_output, tied_norm)
 
     def used_parts(self, layers: LayerRange) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Names of parts: which are allowed, and opening one without leaving the package. Manifests come from strangers."""
+"""Open a part without leaving the package. Manifests come from strangers."""
 
 from __future__ import annotations
 
@@ -8,33 +8,9 @@ from pathlib import Path
 
 from skippy_zmq.errors import ModelFileError
 from skippy_zmq.sources.gguf_values import shown
-
-MAX_PATH_LENGTH = 512
+from skippy_zmq.sources.relative_names import link_roots
 
 _KINDS = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
-
-
-def path_problem(path: str) -> str | None:
-    """Why ``path`` cannot name a part, or None. Nothing is looked up."""
-    if not path:
-        return "is empty"
-    if len(path) > MAX_PATH_LENGTH:
-        return f"has {len(path)} characters, wanted at most {MAX_PATH_LENGTH}"
-    if not path.isprintable() or "\\" in path:
-        return "has a control character or a backslash"
-    names = path.split("/")
-    if names[0] == "":
-        return "is absolute, wanted a path inside the package"
-    if ".." in names:
-        return "leaves the package"
-    if "" in names or names[-1] == ".":
-        return "names no file"
-    return None
-
-
-def plain_path(path: str) -> str:
-    """An allowed ``path`` without the steps that lead nowhere: ``./ok`` is ``ok``."""
-    return "/".join(name for name in path.split("/") if name != ".")
 
 
 def open_inside(folder: Path, path: str) -> int:
@@ -49,7 +25,7 @@ def open_inside(folder: Path, path: str) -> int:
         raise ModelFileError(f"{path} is missing; fetch it, or build the package again") from None
     except OSError as error:
         raise ModelFileError(f"{path} cannot be reached: {error.strerror}") from None
-    if not any(Path(target).is_relative_to(root) for root in _roots(folder)):
+    if not any(Path(target).is_relative_to(root) for root in link_roots(folder)):
         raise ModelFileError(f"{path} is a link to {shown(target)}, outside of the package")
     try:
         status = os.stat(target)  # noqa: PTH116 - before open, which would wait for the other end of a pipe
@@ -62,13 +38,3 @@ def open_inside(folder: Path, path: str) -> int:
         raise ModelFileError(f"{path} cannot be opened: {error.strerror}") from None
     kind = next((name for test, name in _KINDS if test(status.st_mode)), "a device")
     raise ModelFileError(f"{path} is {kind}, wanted a regular file")
-
-
-def _roots(folder: Path) -> list[str]:
-    """Where parts may lie. In a hub cache, snapshots/COMMIT/... are links to the blobs of the same repository."""
-    real = Path(os.path.realpath(folder))
-    roots = [str(real)]
-    for above in real.parents:
-        if above.name == "snapshots" and above.parent.name.startswith("models--"):
-            roots.append(str(above.parent / "blobs"))
-    return roots

@@ -17,11 +17,6 @@ from skippy_zmq.sources.package.manifest import (
 from skippy_zmq.sources.package.part_paths import open_inside
 
 
-def is_package(path: Path) -> bool:
-    """Whether ``path`` is a package: a folder with a manifest, or the manifest."""
-    return path.name == MANIFEST_NAME or (path.is_dir() and os.path.lexists(path / MANIFEST_NAME))
-
-
 def package_folder(path: Path) -> Path:
     """The folder of the package at ``path``; raise ModelFileError where there is no manifest."""
     folder = path.parent if path.name == MANIFEST_NAME else path

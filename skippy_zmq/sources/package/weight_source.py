@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from skippy_zmq.errors import ModelFileError
+from skippy_zmq.sources.gguf_header import TensorInfo
 from skippy_zmq.sources.gguf_layout import TensorEntry, pairs_of
-from skippy_zmq.sources.gguf_model import GgufModel
+from skippy_zmq.sources.gguf_model import GgufModel, RowSource
 from skippy_zmq.sources.package.opening import PackageModel
 
 BLOCK_BYTES = 1 << 20
@@ -44,7 +48,7 @@ class WeightSource(Protocol):
 
 
 class GgufWeights:
-    """A GGUF file, or shards, as the source of a package. Raises ModelFileError for what is a part of a model only."""
+    """A GGUF file, shards or a checkpoint as the source of a package; raise ModelFileError for a part of a model."""
 
     def __init__(self, model: GgufModel) -> None:
         if model.held_layers is not None:
@@ -63,13 +67,16 @@ class GgufWeights:
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256(self._model.identity().encode())
-        for path in self._model.files:
+        for path in self._model.files or _checkpoint_files(self._model.path):
             status = path.stat()
             digest.update(f"{status.st_size} {status.st_mtime_ns} {status.st_ino}\0".encode())
         return digest.hexdigest()
 
     def blocks(self, tensor: TensorEntry) -> Iterator[bytes]:
         place = self._places[tensor.name]
+        if self._model.rows is not None:
+            yield from _made_rows(self._model.rows, place)
+            return
         descriptor = _open(place.path)
         try:
             for start in range(0, tensor.nbytes, BLOCK_BYTES):
@@ -79,6 +86,19 @@ class GgufWeights:
                 yield block
         finally:
             os.close(descriptor)
+
+
+def _made_rows(rows: RowSource, tensor: TensorInfo) -> Iterator[bytes]:
+    n_rows = math.prod(tensor.shape[1:])
+    step = max(1, BLOCK_BYTES * n_rows // tensor.nbytes)
+    for first in range(0, n_rows, step):
+        made = rows(tensor, first, min(step, n_rows - first))
+        yield made.tobytes() if isinstance(made, np.ndarray | memoryview) else bytes(made)
+
+
+def _checkpoint_files(path: Path) -> list[Path]:
+    """What a checkpoint's weights may lie in, and more: another file beside only means that parts are built again."""
+    return sorted((path if path.is_dir() else path.parent).glob("*.safetensors"))
 
 
 def _open(path: Path) -> int:
