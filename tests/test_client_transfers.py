@@ -186,6 +186,18 @@ def test_a_session_saved_under_one_split_is_loaded_under_another(tmp_path: Path)
         assert state_of(peers, rows.layer) == STATE.payload((rows,), 0, len(STATE.tokens))
 
 
+def test_pages_may_say_more_of_their_build_than_the_stages(tmp_path: Path) -> None:
+    """As those of models whose rotary factors depend on the context do."""
+    peers = Peers()
+    peers.on_page = lambda page: other_facts(page, MODEL, f"{BUILD}, long rope factors")
+    assert peers.run(export_session(NAME, tmp_path / "s", None)).build == f"{BUILD}, long rope factors"
+    assert SavedSession(tmp_path / "s").facts.build == f"{BUILD}, long rope factors"
+    assert empty(TWO).run(import_session(tmp_path / "s")) == NAME
+    pages = iter(range(100))
+    peers.on_page = lambda page: other_facts(page, MODEL, f"{BUILD}, {'long' if next(pages) else 'short'} rope factors")
+    refused(peers, export_session(NAME, tmp_path / "s", None), KvPageError, "build: wanted .* short rope factors, got")
+
+
 def test_pages_come_verified_and_go_to_other_stages_without_a_directory() -> None:
     taken: list[KvPage] = []
     reply = Peers().run(export_pages(NAME, taken.append))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -105,9 +105,9 @@ def export_session(
     )
     writer: SessionWriter = yield Run(lambda: SessionWriter(directory, facts))
     with writer:
-        yield from _fetch(stages, reply, writer.add, progress)
+        yield from _fetch(stages, reply, partial(_save, writer), progress)
         yield Run(writer.commit)
-    return facts
+    return writer.facts
 
 
 def import_pages(
@@ -189,7 +189,7 @@ def check_saved(saved: SavedSession, stages: Sequence[StageFacts]) -> None:
         name = facts.extra.get("model_name", "")
         theirs, ours = f"{name} {facts.model}".strip(), f"{first.model_name} {first.model}"
         raise KvPageError(f"{what}: it is of another model: wanted {ours}, got {theirs}")
-    if facts.build != first.build:
+    if not _is_build(facts.build, first.build):
         raise KvPageError(f"{what}: it is of another build of llama.cpp: wanted {first.build}, got {facts.build}")
     if facts.page_tokens != page_tokens:
         raise KvPageError(
@@ -258,6 +258,17 @@ def _fetch(
             progress(done, len(links) * len(stages))
 
 
+def _save(writer: SessionWriter, page: KvPage) -> None:
+    if writer.facts.build != page.descriptor.build and writer.n_pages == 0:
+        writer.facts = replace(writer.facts, build=page.descriptor.build)
+    writer.add(page)
+
+
+def _is_build(pages: str, stages: str) -> bool:
+    """Whether pages are of the stages' build; some models' say more, such as which rotary factors turned their keys."""
+    return pages == stages or pages.startswith(f"{stages}, ")
+
+
 def _page_of(received: PageReceived, stage: StageFacts, chain: SessionLinks, first: int, end: int) -> KvPage:
     """The page as the stage should have sent it; raise KvPageError where it is another one, or damaged."""
     try:
@@ -265,7 +276,8 @@ def _page_of(received: PageReceived, stage: StageFacts, chain: SessionLinks, fir
         layers = descriptor.layers
         if not stage.layer_start <= layers[0].layer or not layers[-1].layer < stage.layer_end:
             raise KvPageError(f"{descriptor}: layers: wanted some of {stage.layer_start}:{stage.layer_end}")
-        facts = PageFacts(stage.model, stage.build, layers)
+        build = descriptor.build if _is_build(descriptor.build, stage.build) else stage.build
+        facts = PageFacts(stage.model, build, layers)
         before, after = chain.at(first), chain.at(end)
         check_fits(descriptor, facts, first=first, end=end, link_before=before, link_after=after)
         page = KvPage(descriptor, received.payload)

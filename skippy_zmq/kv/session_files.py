@@ -79,6 +79,11 @@ class SessionWriter:
     ) -> None:
         self.abort()
 
+    @property
+    def n_pages(self) -> int:
+        """Pages so far."""
+        return len(self._files)
+
     def add(self, page: KvPage) -> None:
         """Write one page of the session; its payload is not needed afterwards."""
         with _named(self.directory):

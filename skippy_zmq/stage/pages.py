@@ -32,7 +32,10 @@ log = logging.getLogger("skippy_zmq.stage")
 
 @dataclass(slots=True)
 class _Session:
-    """``links`` are those of the full pages so far, ``tail`` the tokens since. ``plain``: tokens in plain pages."""
+    """``links`` are those of the full pages so far, ``tail`` the tokens since. ``plain``: tokens in plain pages.
+
+    ``owner``: the client with whose pages it began; pages of it are that client's too.
+    """
 
     lane: int
     keep: bool
@@ -40,7 +43,8 @@ class _Session:
     tail: list[int]
     plain: int
     whole_chunks: bool  # all rows so far came in chunks of whole steps, or from plain pages
-    stored: bool = True  # every page so far is in the store
+    stored: bool = True  # every page so far is kept
+    owner: bytes = b""
 
     @property
     def last_link(self) -> bytes:
@@ -53,6 +57,7 @@ class _Found:
 
     pages: list[KvPage]
     pinned: PinnedPages | None = None  # None: of a client's import
+    owner: bytes = b""
 
     def release(self) -> None:
         if self.pinned is not None:
@@ -113,7 +118,8 @@ class LanePages:
                 n_full = prefix.size // self.page_tokens
                 session.links = [page.descriptor.link_after for page in pages[:n_full]]
                 session.tail = prefix[n_full * self.page_tokens :].tolist()
-                session.stored = found is not None and found.pinned is not None
+                session.stored = found is not None
+                session.owner = found.owner if found is not None else b""
             self._sessions[opened.session] = session
         finally:
             if found is not None:
@@ -165,17 +171,36 @@ class LanePages:
 
     def _store_page(self, session: _Session, first: int, end: int, before: bytes, link: bytes) -> bool:
         store = self._store
+        if session.owner:
+            return session.keep and self._give_page(session, first, end, before, link)
         if link in store:
             store.match([link])  # used just now
             return True
         if before != ROOT and before not in store:
             return False
         try:
-            payload = self._model.export_kv(session.lane, first, end)
-            return store.put(seal(store.facts, first, end, before, link, payload.tobytes()))
+            return store.put(self._cut(session, first, end, before, link))
         except (KvPageError, NativeError) as error:
             log.warning("a page was not kept: %s", error)
             return False
+
+    def _give_page(self, session: _Session, first: int, end: int, before: bytes, link: bytes) -> bool:
+        """Hold a page of a session that began with a client's pages for that client: nobody else vouches for them."""
+        imported = self._imported
+        if imported.leading(session.owner, [link]):
+            return True
+        if before != ROOT and not imported.leading(session.owner, [before]):
+            return False
+        try:
+            imported.put(session.owner, self._cut(session, first, end, before, link))
+        except (KvPageError, NativeError) as error:
+            log.warning("a page was not kept: %s", error)
+            return False
+        return True
+
+    def _cut(self, session: _Session, first: int, end: int, before: bytes, link: bytes) -> KvPage:
+        payload = self._model.export_kv(session.lane, first, end)
+        return seal(self._store.facts, first, end, before, link, payload.tobytes())
 
     def keep(self, session: str) -> int:
         """Keep the last, shorter page of a session too; how many pages it has now, 0 where one is missing."""
@@ -195,6 +220,10 @@ class LanePages:
     def plain_tokens(self, session: str) -> int:
         found = self._sessions.get(session)
         return found.plain if found is not None else 0
+
+    def owner(self, session: str) -> bytes:
+        found = self._sessions.get(session)
+        return found.owner if found is not None else b""
 
     def end(self, session: str) -> None:
         self._sessions.pop(session, None)
@@ -219,7 +248,7 @@ class LanePages:
         wanted = [links[at : at + LINK_BYTES] for at in range(0, most * LINK_BYTES, LINK_BYTES)]
         if owner:
             pages = self._imported.leading(owner, wanted)
-            self._found[session] = _Found(pages)
+            self._found[session] = _Found(pages, owner=owner)
             return len(pages)
         pinned = self._store.pin(wanted)
         found = self._found[session] = _Found(pinned.load(), pinned)

@@ -43,6 +43,7 @@ class _Keeping:
     tokens: tuple[int, ...]
     n_prompt: int
     n_pages: int
+    owner: bytes
 
 
 class Prefixes:
@@ -124,8 +125,8 @@ class Prefixes:
             self._send(client, wire.Kept(request, "", 0))
             return
         n_pages = -(-len(tokens) // size)
-        plain = max(1, self._pages.plain_tokens(session))  # of one token there is no full page
-        self._keeping[session] = _Keeping(client, request, tokens, plain, n_pages)
+        plain, owner = self._pages.plain_tokens(session), self._pages.owner(session)
+        self._keeping[session] = _Keeping(client, request, tokens, plain, n_pages, owner)
         self._ask_ring(wire.KvKeep(session, lane, n_pages))
 
     def kept(self, answer: wire.KvAnswer) -> None:
@@ -136,7 +137,7 @@ class Prefixes:
             self._send(keeping.client, wire.Kept(keeping.request, "", 0))
             return
         name = session_name(self._pages.links(keeping.tokens, keeping.n_prompt))
-        self._sessions.add(KeptSession(name, keeping.tokens, keeping.n_prompt))
+        self._sessions.add(KeptSession(name, keeping.tokens, keeping.n_prompt, keeping.owner))
         self._send(keeping.client, wire.Kept(keeping.request, name, len(keeping.tokens)))
 
     def forget_all(self) -> None:
