@@ -59,7 +59,7 @@ class Client:
             endpoint, security=security, server_key=server_key, contact_seconds=check_timeout(timeout)
         )
         self._conversation = self._connection.conversation
-        self._mailboxes: dict[str, deque[Outcome]] = {}
+        self._mailboxes: dict[str, deque[Event]] = {}  # of one request, or of all of a transfer
         self._ids = itertools.count(1)
 
     @property
@@ -236,7 +236,7 @@ class Client:
             if mailbox is None:
                 raise OptionError(f"request {request}: closed")
             if mailbox:
-                outcome = mailbox.popleft()
+                _, outcome = mailbox.popleft()
                 if isinstance(outcome, SkippyError):
                     del self._mailboxes[request]
                     raise outcome
@@ -244,9 +244,10 @@ class Client:
             self._sort(self._connection.step())
 
     def _sort(self, events: list[Event]) -> None:
-        for owner, event in events:
-            if owner in self._mailboxes:
-                self._mailboxes[owner].append(event)
+        for event in events:
+            mailbox = self._mailboxes.get(event[0])
+            if mailbox is not None:
+                mailbox.append(event)
 
     def _forget(self, request: str) -> None:
         if self._mailboxes.pop(request, None) is not None:
@@ -262,7 +263,7 @@ class Client:
         return f"r{next(self._ids)}"
 
     def _transfer(self, steps: Transfer[_T]) -> _T:
-        under_way: list[str] = []
+        mailbox: deque[Event] = deque()
         answer: object = None
         try:
             while True:
@@ -272,15 +273,15 @@ class Client:
                     result: _T = stop.value
                     return result
                 try:
-                    answer = self._carry_out(step, under_way)
+                    answer = self._carry_out(step, mailbox)
                 except SkippyError as error:
                     answer = error
         finally:
             steps.close()
-            for request in under_way:
+            for request in [request for request, known in self._mailboxes.items() if known is mailbox]:
                 self._forget(request)
 
-    def _carry_out(self, step: Step, under_way: list[str]) -> object:
+    def _carry_out(self, step: Step, mailbox: deque[Event]) -> object:
         if isinstance(step, Stages):
             return self.stages
         if isinstance(step, Run):
@@ -292,16 +293,14 @@ class Client:
             self._conversation.submit(
                 request, message, time.monotonic(), payloads=payloads, timeout=step.seconds, to=step.to
             )
-            self._mailboxes[request] = deque()
-            under_way.append(request)
+            self._mailboxes[request] = mailbox
             self._connection.flush()
             return request
-        while True:
-            for request in under_way:
-                if self._mailboxes[request]:
-                    under_way.remove(request)
-                    return request, self._mailboxes.pop(request).popleft()
+        while not mailbox:
             self._sort(self._connection.step())
+        event = mailbox.popleft()
+        del self._mailboxes[event[0]]
+        return event
 
     def _ask(self, message: Tokenize | Detokenize, request: str, kind: type[_T]) -> _T:
         self._conversation.submit(request, message, time.monotonic())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from skippy_zmq.client.answer import Answer
 from skippy_zmq.client.contacts import Contacts
-from skippy_zmq.client.outcomes import Action, Event, Finished, Opened, Outcome, PageReceived, Send
+from skippy_zmq.client.outcomes import Action, Event, Finished, Frames, Opened, Outcome, PageReceived, Send
 from skippy_zmq.client.pending import Pending
 from skippy_zmq.client.recovery import Recovery, Verdict
 from skippy_zmq.client.results import Chunk
@@ -87,7 +87,7 @@ class Conversation:
     @property
     def next_deadline(self) -> float | None:
         """When to call ``expire``."""
-        dues = [due for pending in self._pending.values() for due in pending.dues]
+        dues = [due for pending in self._pending.values() if (due := pending.due) is not None]
         if self._recovery.by is not None and self._has_interrupted:
             dues.append(self._recovery.by)
         return min(dues, default=None)
@@ -135,6 +135,10 @@ class Conversation:
         )
         if pending.target is not None:
             self._contacts.meet(pending.target)
+            peer = self._contacts.peers[pending.target]
+            if frames is not None and peer.welcomed and peer.refusal is None:
+                self._send(request, pending, frames, now)  # it can go, and nobody else by it
+                return
         self._advance(now)
 
     def cancel(self, request: str, now: float) -> None:
@@ -241,7 +245,8 @@ class Conversation:
     def expire(self, now: float) -> None:
         """Give up what is overdue."""
         for request, pending in list(self._pending.items()):
-            if min(pending.dues, default=now + 1) > now:
+            due = pending.due
+            if due is None or due > now:
                 continue
             if not pending.sent:
                 seconds = min(self.contact_seconds, pending.seconds)
@@ -306,13 +311,16 @@ class Conversation:
                 del self._pending[request]
                 self._tell(request, Opened(self.stages))
                 continue
-            pending.sent = True
-            if pending.answer is not None:
-                pending.answer.sent(now)
-            if pending.ask_ready:  # a stage answers in the order of the questions
-                self._do(Send(pending.target or self.endpoint, encode(Ping(0))))
-            self._do(Send(pending.target or self.endpoint, pending.frames, request))
-            pending.frames = None
+            self._send(request, pending, pending.frames, now)
+
+    def _send(self, request: str, pending: Pending, frames: Frames, now: float) -> None:
+        pending.sent = True
+        pending.frames = None
+        if pending.answer is not None:
+            pending.answer.sent(now)
+        if pending.ask_ready:  # a stage answers in the order of the questions
+            self._do(Send(pending.target or self.endpoint, encode(Ping(0))))
+        self._do(Send(pending.target or self.endpoint, frames, request))
 
     def _accepted(self, message: Accepted, now: float) -> None:
         pending = self._pending.get(message.request)

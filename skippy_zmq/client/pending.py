@@ -26,10 +26,11 @@ class Pending:
     resumed: bool = False  # stage 0 was asked to go on with it
 
     @property
-    def dues(self) -> list[float]:
-        """When something has to happen at the latest."""
-        dues = [] if self.deadline is None else [self.deadline]
-        return dues if self.sent else [*dues, self.contact_by]
+    def due(self) -> float | None:
+        """When something has to happen at the latest, if at all."""
+        if self.sent or (self.deadline is not None and self.deadline < self.contact_by):
+            return self.deadline
+        return self.contact_by
 
     @property
     def runs(self) -> bool:

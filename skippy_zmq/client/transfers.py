@@ -5,6 +5,7 @@ Pure: a transfer is a generator of steps, which ``Client`` and ``AsyncClient`` c
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,9 +16,9 @@ from typing import Any, TypeVar
 from skippy_zmq.client.outcomes import Outcome, PageReceived
 from skippy_zmq.client.page_window import PageWindow
 from skippy_zmq.errors import KvPageError, ProtocolError, RequestError, SkippyError
+from skippy_zmq.kv.chain import ROOT
 from skippy_zmq.kv.descriptor import PageFacts, check_fits, pack_descriptor, unpack_descriptor
 from skippy_zmq.kv.page import KvPage, verify
-from skippy_zmq.kv.session_chain import SessionLinks
 from skippy_zmq.kv.session_files import SavedSession, SessionWriter
 from skippy_zmq.kv.session_manifest import SessionFacts
 from skippy_zmq.kv.sessions import session_links, session_name
@@ -229,8 +230,11 @@ def _fetch(
     links = session_links(reply.token_ids, reply.n_prompt, reply.page_tokens)
     if reply.page_tokens != page_tokens or session_name(links) != reply.session:
         raise ProtocolError(f"session {reply.session}: stage 0 sent tokens of another session")
-    chain = SessionLinks(reply.token_ids, page_tokens, reply.n_prompt)
-    ends = [min(end, len(reply.token_ids)) for end in range(page_tokens, len(links) * page_tokens + 1, page_tokens)]
+    expected = [
+        _Expected(number * page_tokens, min((number + 1) * page_tokens, len(reply.token_ids)), before, after)
+        for number, (before, after) in enumerate(itertools.pairwise((ROOT, *links)))
+    ]
+    facts: dict[int, PageFacts] = {}
     next_page = [0] * len(stages)
     window = PageWindow(len(stages))
     under_way: dict[str, tuple[int, int]] = {}
@@ -251,8 +255,7 @@ def _fetch(
         index, number = under_way.pop(request)
         received = _expect(PageReceived, outcome, stages[index])
         window.remove(index, received.payload.nbytes)
-        page = yield Run(partial(_page_of, received, stages[index], chain, number * page_tokens, ends[number]))
-        yield Run(partial(take, page))
+        yield Run(partial(_take, received, stages[index], facts, expected[number], take))
         done += 1
         if progress is not None:
             progress(done, len(links) * len(stages))
@@ -269,22 +272,49 @@ def _is_build(pages: str, stages: str) -> bool:
     return pages == stages or pages.startswith(f"{stages}, ")
 
 
-def _page_of(received: PageReceived, stage: StageFacts, chain: SessionLinks, first: int, end: int) -> KvPage:
-    """The page as the stage should have sent it; raise KvPageError where it is another one, or damaged."""
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """What is known of a page before it has come; the names are a descriptor's."""
+
+    first: int
+    end: int
+    link_before: bytes
+    link_after: bytes
+
+
+def _take(
+    received: PageReceived,
+    stage: StageFacts,
+    known: dict[int, PageFacts],
+    expected: _Expected,
+    take: Callable[[KvPage], object],
+) -> None:
+    """Hand over the page as the stage should have sent it; raise KvPageError where it is another one, or damaged.
+
+    ``known``: what the pages of each stage have in common, by its first layer; learnt from the first of them.
+    """
     try:
         descriptor = unpack_descriptor(received.descriptor)
         layers = descriptor.layers
-        if not stage.layer_start <= layers[0].layer or not layers[-1].layer < stage.layer_end:
-            raise KvPageError(f"{descriptor}: layers: wanted some of {stage.layer_start}:{stage.layer_end}")
-        build = descriptor.build if _is_build(descriptor.build, stage.build) else stage.build
-        facts = PageFacts(stage.model, build, layers)
-        before, after = chain.at(first), chain.at(end)
-        check_fits(descriptor, facts, first=first, end=end, link_before=before, link_after=after)
+        facts = known.get(stage.layer_start)
+        if facts is None:
+            if not stage.layer_start <= layers[0].layer or not layers[-1].layer < stage.layer_end:
+                raise KvPageError(f"{descriptor}: layers: wanted some of {stage.layer_start}:{stage.layer_end}")
+            build = descriptor.build if _is_build(descriptor.build, stage.build) else stage.build
+            facts = known[stage.layer_start] = PageFacts(stage.model, build, layers)
+        check_fits(
+            descriptor,
+            facts,
+            first=expected.first,
+            end=expected.end,
+            link_before=expected.link_before,
+            link_after=expected.link_after,
+        )
         page = KvPage(descriptor, received.payload)
         verify(page)
     except KvPageError as error:
         raise KvPageError(f"{_named(stage)}: {error}") from None
-    return page
+    take(page)
 
 
 def _import_of(page: KvPage, stage: StageFacts) -> Ask:

@@ -5,6 +5,7 @@ Only what was checked as this very object is known, never something equal: ``1 =
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -51,9 +52,6 @@ def layers_from_arrays(values: object, where: str) -> tuple[LayerRows, ...]:
     """Layers out of arrays of their fields, from anywhere; KvPageError for what cannot be. Equal ones are the same."""
     if not isinstance(values, (list, tuple)) or not 1 <= len(values) <= MAX_LAYERS:
         raise refused(f"{where}: layers", f"an array of 1..{MAX_LAYERS}", values)
-    for layer in values:
-        if not isinstance(layer, (list, tuple)) or len(layer) != len(LAYER_FIELDS):
-            raise refused(f"{where}: layers", f"arrays of {', '.join(LAYER_FIELDS)}", layer)
     try:
         packed = msgpack.packb(values)
     except Exception:  # of no type that a field has, which the checks say better
@@ -67,7 +65,10 @@ def _read(packed: bytes, where: str) -> tuple[LayerRows, ...]:
     return _made(msgpack.unpackb(packed), where)
 
 
-def _made(values: Any, where: str) -> tuple[LayerRows, ...]:
+def _made(values: Sequence[Any], where: str) -> tuple[LayerRows, ...]:
+    for layer in values:
+        if not isinstance(layer, (list, tuple)) or len(layer) != len(LAYER_FIELDS):
+            raise refused(f"{where}: layers", f"arrays of {', '.join(LAYER_FIELDS)}", layer)
     layers = tuple(LayerRows(*layer) for layer in values)
     return checked_layers(layers, where).layers
 
