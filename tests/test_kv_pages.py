@@ -225,7 +225,7 @@ def test_a_descriptor_travels(state: State) -> None:
         ("link_before", b"short", "link_before: wanted 32 bytes"),
         ("link_after", "x" * 32, "link_after: wanted 32 bytes"),
         ("payload_bytes", 255, "payload_bytes: wanted 256, got 255"),
-        ("checksum", b"", "checksum: wanted 32 bytes, got no bytes"),
+        ("checksum", b"", "checksum: wanted 16 bytes, got no bytes"),
     ],
 )
 def test_no_field_of_a_descriptor_is_trusted(field: str, value: object, message: str) -> None:
