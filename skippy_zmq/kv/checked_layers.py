@@ -6,8 +6,9 @@ Only what was checked as this very object is known, never something equal: ``1 =
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
@@ -17,6 +18,7 @@ from skippy_zmq.kv.layout import LayerRows
 from skippy_zmq.kv.limits import CACHE_TYPES, MAX_LAYERS, MAX_ROW_BYTES
 
 LAYER_FIELDS = tuple(field.name for field in fields(LayerRows))
+_fields_of = attrgetter(*LAYER_FIELDS)
 LayerArrays = tuple[tuple[Any, ...], ...]
 
 # Of each kind: more than a pipeline has stages, and a bound on what peers can have kept here.
@@ -41,7 +43,7 @@ def checked_layers(layers: object, where: str) -> CheckedLayers:
     if found is not None and found.layers is layers:
         return found
     checked = _check(layers, where)
-    found = CheckedLayers(checked, tuple(map(astuple, checked)), sum(rows.token_bytes for rows in checked))
+    found = CheckedLayers(checked, tuple(map(_fields_of, checked)), sum(rows.token_bytes for rows in checked))
     if len(_known) >= _MOST_KNOWN:
         _known.clear()
     _known[id(layers)] = found

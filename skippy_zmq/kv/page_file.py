@@ -86,11 +86,12 @@ def read_page(file: BinaryIO, sha256: bytes | None = None) -> KvPage:
     payload is read, not mapped: a mapped file that another process cuts short kills its reader.
     """
     size = os.fstat(file.fileno()).st_size
-    descriptor, header_bytes = _read_header(file, size)
-    if size != header_bytes + descriptor.payload_bytes:
-        raise KvPageError(f"{descriptor}: file: wanted {header_bytes + descriptor.payload_bytes} bytes, got {size}")
+    descriptor, header = _read_header(file, size)
+    wanted_bytes = len(header) + descriptor.payload_bytes
+    if size != wanted_bytes:
+        raise KvPageError(f"{descriptor}: file: wanted {wanted_bytes} bytes, got {size}")
     payload = np.empty(descriptor.payload_bytes, np.uint8).data
-    digest = checksum_of_fields(descriptor) if sha256 is None else hashlib.sha256(encode_header(descriptor))
+    digest = checksum_of_fields(descriptor) if sha256 is None else hashlib.sha256(header)
     for start in range(0, len(payload), _PIECE_BYTES):
         piece = payload[start : start + _PIECE_BYTES]
         _read_into(file, piece)
@@ -102,7 +103,7 @@ def read_page(file: BinaryIO, sha256: bytes | None = None) -> KvPage:
     return KvPage(descriptor, payload)
 
 
-def _read_header(file: BinaryIO, size: int) -> tuple[PageDescriptor, int]:
+def _read_header(file: BinaryIO, size: int) -> tuple[PageDescriptor, bytes]:
     length = bytearray(_LENGTH_BYTES)
     if size < _LENGTH_BYTES:
         raise KvPageError(f"KV page file: wanted a safetensors header, got {size} bytes")
@@ -120,9 +121,10 @@ def _read_header(file: BinaryIO, size: int) -> tuple[PageDescriptor, int]:
     except (ValueError, TypeError, KeyError, RecursionError):
         raise KvPageError("KV page file: its header has no page descriptor") from None
     descriptor = _from_readable(page)
-    if encode_header(descriptor) != bytes(length) + text:
+    header = encode_header(descriptor)
+    if header != length + text:
         raise KvPageError(f"{descriptor}: file: its header differs from the one of such a page")
-    return descriptor, _LENGTH_BYTES + header_bytes
+    return descriptor, header
 
 
 def _read_into(file: BinaryIO, target: memoryview) -> None:
