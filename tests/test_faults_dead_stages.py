@@ -25,7 +25,7 @@ pytest_plugins = ("transport_fixtures", "stage_fixtures")
 
 _CONTEXT = 8192
 _LONG = (5, 6, 7, 8) * 500
-_OPTIONS = ("--lanes", "2", "--ctx-size", str(_CONTEXT))
+_OPTIONS = ("--lanes", "2", "--ctx-size", str(_CONTEXT), "--recover-seconds", "60")
 _MIDDLE = 1
 
 

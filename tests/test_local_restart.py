@@ -154,7 +154,7 @@ def test_ends_long_ago_do_not_count(model: Parrot, monkeypatch: pytest.MonkeyPat
 def test_a_mistake_of_the_user_is_not_tried_again(model: Parrot, tmp_path: Path) -> None:
     path = tmp_path / "mine.gguf"
     path.write_bytes(model.path.read_bytes())
-    with LocalPipeline(path, stages=2, **SMALL) as pipeline:
+    with LocalPipeline(path, split=[2], **SMALL) as pipeline:
         path.unlink()
         kill(pipeline, 1)
         with pytest.raises(UserError, match=r"stage of layers 2:4 ended with status 2: .*mine\.gguf"):
@@ -165,7 +165,7 @@ def test_a_mistake_of_the_user_is_not_tried_again(model: Parrot, tmp_path: Path)
 def test_a_stage_that_the_system_cannot_start_is_tried_again(model: Parrot, nothing_left: Path, no_delay: None) -> None:
     directory, elsewhere = nothing_left / "mine", nothing_left / "elsewhere"
     directory.mkdir()
-    with LocalPipeline(model.path, stages=2, directory=directory, **SMALL) as pipeline:
+    with LocalPipeline(model.path, split=[2], directory=directory, **SMALL) as pipeline:
         directory.rename(elsewhere)  # no place for the log
         kill(pipeline, 1)
         with pytest.raises(SkippyError, match=r"stage of layers 2:4 could not be started: No such file or directory"):
@@ -254,7 +254,7 @@ def test_closing_in_another_thread_ends_the_wait(model: Parrot) -> None:
 
 def test_a_program_says_why_its_answer_ended(tmp_path: Path, nothing_left: Path) -> None:
     endless = parrot(tmp_path / "endless.gguf", "polly ", end="loop", context=100_000)
-    options = ("--ctx-size", "65536", "--lanes", "1", "--prompt", "x", "--max-tokens", "60000")
+    options = ("--split", "2", "--ctx-size", "65536", "--lanes", "1", "--prompt", "x", "--max-tokens", "60000")
     with Program(
         "-m", "skippy_zmq.client", "--model", str(endless.path), *options, TMPDIR=str(nothing_left)
     ) as program:

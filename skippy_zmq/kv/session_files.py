@@ -38,8 +38,6 @@ from skippy_zmq.kv.session_manifest import (
 from skippy_zmq.topology import LayerRange
 
 _UNFINISHED = f".new-{MANIFEST}"
-# Waiting for the disk once for many files costs about what it costs for one.
-_FILES_PER_SYNC = 64
 _MOST_SPLITS_KNOWN = 64
 
 
@@ -59,7 +57,6 @@ class SessionWriter:
         self._layers: dict[int, LayerRows] = {}
         self._files: list[SessionFile] = []
         self._names: dict[str, int] = {}  # files of this save, and how many layers are in each
-        self._unsynced: list[BinaryIO] = []  # written, and not known to be on the disk
         self._open = True
         with _named(directory):
             self._made = not directory.exists()
@@ -110,12 +107,8 @@ class SessionWriter:
                 raise KvPageError(f"{descriptor}: added twice")
             self._names[name] = len(descriptor.layers)
             digest = hashlib.sha256()
-            file = _create(self.directory / name)
-            self._unsynced.append(file)
-            file_bytes = write_page(file, page, digest.update)
-            file.flush()
-            if len(self._unsynced) >= _FILES_PER_SYNC:
-                self._sync()
+            with _created(self.directory / name) as file:
+                file_bytes = write_page(file, page, digest.update)
             self._files.append(SessionFile(name, file_bytes, digest.digest(), layers, descriptor.first, descriptor.end))
 
     def commit(self) -> SessionManifest:
@@ -131,11 +124,8 @@ class SessionWriter:
                     raise KvPageError(f"{file.name}: wanted all of the session's layers in {file.layers}")
             unfinished = self.directory / _UNFINISHED
             unfinished.unlink(missing_ok=True)
-            target = _create(unfinished)
-            self._unsynced.append(target)
-            target.write(encode_manifest(manifest))
-            target.flush()
-            self._sync()
+            with _created(unfinished) as target:
+                target.write(encode_manifest(manifest))
             os.fsync(self._handle)
             unfinished.replace(self.directory / MANIFEST)
             os.fsync(self._handle)
@@ -158,16 +148,8 @@ class SessionWriter:
                 self.directory.rmdir()
         self._close()
 
-    def _sync(self) -> None:
-        while self._unsynced:
-            with self._unsynced.pop() as file:
-                os.fsync(file.fileno())
-
     def _close(self) -> None:
         self._open = False
-        for file in self._unsynced:
-            with contextlib.suppress(OSError):  # of a save that is undone
-                file.close()
         os.close(self._handle)
 
 
@@ -268,8 +250,14 @@ def _named(directory: Path) -> Iterator[None]:
         raise KvPageError(f"session {directory}: {name}{error.strerror or error}") from None
 
 
-def _create(path: Path) -> BinaryIO:
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
+@contextlib.contextmanager
+def _created(path: Path) -> Iterator[BinaryIO]:
+    """A new file, on the disk when the block ends."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _check_replaceable(directory: Path) -> None:
