@@ -23,7 +23,7 @@ from skippy_zmq.runtime.stage_model import StageModel
 from skippy_zmq.sources.ggml_types import F32
 from skippy_zmq.sources.gguf_header import TensorInfo, parse_header
 from skippy_zmq.sources.gguf_model import GgufModel, open_header, open_model
-from skippy_zmq.sources.gguf_values import FLOAT32, STRING, UINT32
+from skippy_zmq.sources.gguf_values import FLOAT32, INT32, STRING, UINT32
 from skippy_zmq.sources.gguf_writer import encoded, encoded_array, header_bytes
 from skippy_zmq.topology import LayerRange
 
@@ -51,9 +51,12 @@ def _model(path: Path) -> Path:
     values |= {f"llama.attention.head_count{kv}": encoded(UINT32, 16) for kv in ("", "_kv")}
     values["llama.attention.layer_norm_rms_epsilon"] = encoded(FLOAT32, 1e-5)
     values["general.architecture"] = encoded(STRING, "llama")
-    values["tokenizer.ggml.model"] = encoded(STRING, "none")
-    values["llama.vocab_size"] = encoded(UINT32, TOKENS)
-    values["general.tags"] = encoded_array(STRING, ["benchmark"])
+    values["tokenizer.ggml.model"] = encoded(STRING, "gpt2")
+    values["tokenizer.ggml.pre"] = encoded(STRING, "gpt-2")
+    values["tokenizer.ggml.tokens"] = encoded_array(STRING, [chr(0x100 + number) for number in range(TOKENS)])
+    values["tokenizer.ggml.token_type"] = encoded_array(INT32, [1] * TOKENS)
+    values["tokenizer.ggml.merges"] = encoded_array(STRING, ["\u0120 \u0120"])
+    values |= {f"tokenizer.ggml.{end}_token_id": encoded(UINT32, 0) for end in ("bos", "eos")}
     random = np.random.default_rng(0)
     with path.open("wb") as file:
         file.write(header_bytes(values, _table()))
