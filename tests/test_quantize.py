@@ -31,8 +31,8 @@ MIXES = ("F16", "Q8_0", "Q5_K_M", "Q5_0", "Q4_K_M", "Q4_K_S", "Q4_0", "IQ4_XS", 
 WEIGHED_MIXES = (*MIXES, "IQ3_XXS", "IQ2_XXS")
 # Models of many weights see those whose types depend on what is special about them.
 LARGE = ("deep", "experts", "few experts")
-LARGE_MIXES = ("Q4_K_M", "IQ4_XS", "Q3_K_M", "Q2_K", "MXFP4_MOE")
-LARGE_WEIGHED_MIXES = ("Q4_0", "IQ4_XS", "IQ3_XXS")
+LARGE_MIXES = ("Q4_K_M", "IQ4_XS", "Q3_K_M", "MXFP4_MOE")
+LARGE_WEIGHED_MIXES = ("Q4_0", "IQ3_XXS")
 
 MODELS: dict[str, Callable[[Path], Path]] = {
     "grouped": lambda path: tiny(path, n_layers=8, hidden=256, ffn=256, heads=4, kv_heads=1, quant="bf16"),
@@ -43,7 +43,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "few experts": lambda path: tiny(path, n_layers=8, hidden=256, ffn=256, experts=4),
     # T05: rows that fit blocks of 32 only, of 256 in one direction only, and none at all
     "rows of 64": lambda path: tiny(path, n_layers=8, hidden=64, ffn=192),
-    "rows of 288": lambda path: tiny(path, n_layers=8, hidden=288, ffn=512, quant="bf16"),
+    "rows of 288": lambda path: tiny(path, n_layers=4, hidden=288, ffn=512, quant="bf16"),
     "rows of 352": lambda path: tiny(path, n_layers=4, hidden=96, ffn=352, tied=True),
     "rows of 40": lambda path: tiny(path, n_layers=4, hidden=40, ffn=104, heads=2),
 }
