@@ -348,7 +348,8 @@ class Stage:
             case wire.Cancel() if role == "client" and self.head is not None:
                 self.head.requests.cancel(peer, message.request)
             case wire.Resume() if role == "client" and self.head is not None:
-                self.head.requests.resume(peer, message)
+                if self.ready:  # else it speaks of a ring that broke again: it will hear READY, and say so once more
+                    self.head.requests.resume(peer, message)
             case wire.KvSession() | wire.KvAdopt() if role == "client" and self.head is not None:
                 self._send_to(peer, self.head.requests.session_reply(peer, message))
             case wire.KvExport() if role == "client":
