@@ -14,8 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_states import BUILD, MODEL, State, plain_layers
 
-from skippy_zmq.client.outcomes import Outcome, PageReceived
-from skippy_zmq.client.page_window import ALL_BYTES_UNDER_WAY, BYTES_UNDER_WAY, PAGES_UNDER_WAY, PageWindow
+from skippy_zmq.client.outcomes import Outcome, PagesReceived
+from skippy_zmq.client.page_window import (
+    ALL_BYTES_UNDER_WAY,
+    BYTES_UNDER_WAY,
+    MESSAGE_BYTES,
+    MESSAGES_UNDER_WAY,
+    PageWindow,
+)
 from skippy_zmq.client.transfers import (
     Ask,
     Run,
@@ -33,6 +39,7 @@ from skippy_zmq.kv.page import KvPage, seal, verify
 from skippy_zmq.kv.session_chain import SessionLinks
 from skippy_zmq.kv.session_files import SavedSession
 from skippy_zmq.kv.sessions import session_links, session_name
+from skippy_zmq.wire.limits import LINK_BYTES, MAX_PAGES_AT_ONCE
 from skippy_zmq.wire.messages import (
     KvAdopt,
     KvExport,
@@ -67,8 +74,10 @@ class Peers:
         self.pages: list[dict[bytes, KvPage]] = [{} for _ in stages]
         self.sessions: dict[str, tuple[tuple[int, ...], int]] = {}
         self.reply_name: Callable[[str], str] = lambda name: name
-        self.on_page: Callable[[PageReceived], Outcome] = lambda page: page
+        self.on_pages: Callable[[PagesReceived], Outcome] = lambda pages: pages
+        self.on_page: Callable[[KvPage], KvPage] = lambda page: page
         self.most_under_way = 0
+        self.most_pages = 0
         self._asked: dict[int, list[tuple[str, Outcome]]] = {}
         self._random = random.Random(7)
         self.keep(state, n_prompt)
@@ -107,7 +116,7 @@ class Peers:
                     answer = f"q{n_asked}"
                     n_asked += 1
                     index = 0 if step.to is None else self.stages.index(step.to)
-                    outcome = self._outcome(index, step.make(answer), step.payload)
+                    outcome = self._outcome(index, step.make(answer), step.payloads)
                     self._asked.setdefault(index, []).append((answer, outcome))
                     self.most_under_way = max(self.most_under_way, sum(map(len, self._asked.values())))
                 else:
@@ -116,26 +125,33 @@ class Peers:
         finally:
             steps.close()
 
-    def _outcome(self, index: int, message: Any, payload: memoryview | None) -> Outcome:
+    def _outcome(self, index: int, message: Any, payloads: tuple[memoryview, ...]) -> Outcome:
         if isinstance(message, KvSession):
             if message.session not in self.sessions:
                 return KvPageError("not kept here")
             tokens, n_prompt = self.sessions[message.session]
             return KvSessionReply(message.request, self.reply_name(message.session), tokens, n_prompt, PAGE_TOKENS)
         if isinstance(message, KvExport):
-            page = self.pages[index].get(message.link)
-            if page is None:
-                return KvPageError("not here any more")
-            return self.on_page(PageReceived(pack_descriptor(page.descriptor), page.payload))
+            assert len(message.links) <= LINK_BYTES * MAX_PAGES_AT_ONCE
+            pages = []
+            for at in range(0, len(message.links), LINK_BYTES):
+                page = self.pages[index].get(message.links[at : at + LINK_BYTES])
+                if page is None:
+                    return KvPageError("not here any more")
+                pages.append(self.on_page(page))
+            self.most_pages = max(self.most_pages, len(pages))
+            descriptors = tuple(pack_descriptor(page.descriptor) for page in pages)
+            return self.on_pages(PagesReceived(descriptors, tuple(page.payload for page in pages)))
         if isinstance(message, KvImport):
-            assert payload is not None
-            page = KvPage(unpack_descriptor(message.descriptor), payload)
-            verify(page)
-            before = page.descriptor.link_before
-            assert before == ROOT or before in self.pages[index], "a page before the one it follows"
-            layers = [rows.layer for rows in page.descriptor.layers]
-            assert layers == list(range(self.stages[index].layer_start, self.stages[index].layer_end))
-            self.pages[index][page.descriptor.link_after] = page
+            assert len(payloads) <= MAX_PAGES_AT_ONCE
+            for descriptor, payload in zip(message.descriptors, payloads, strict=True):
+                page = KvPage(unpack_descriptor(descriptor), payload)
+                verify(page)
+                before = page.descriptor.link_before
+                assert before == ROOT or before in self.pages[index], "a page before the one it follows"
+                layers = [rows.layer for rows in page.descriptor.layers]
+                assert layers == list(range(self.stages[index].layer_start, self.stages[index].layer_end))
+                self.pages[index][page.descriptor.link_after] = page
             return KvImported(message.request)
         assert isinstance(message, KvAdopt)
         name = session_name(session_links(message.token_ids, message.n_prompt, PAGE_TOKENS))
@@ -174,13 +190,13 @@ def test_a_session_saved_under_one_split_is_loaded_under_another(tmp_path: Path)
     reports: list[tuple[int, int]] = []
     tokens = (*STATE.tokens, 999)  # one that no stage has run
     known = Peers().run(export_session(NAME, tmp_path / "s", tokens, lambda *counts: reports.append(counts)))
-    assert reports == [(done, 15) for done in range(1, 16)]
+    assert reports == [(1, 15), (2, 15), (3, 15), (7, 15), (11, 15), (15, 15)]  # one page, then the rest together
     assert (known.tokens, known.n_prompt, known.name) == (tokens, N_PROMPT, NAME)
     assert SavedSession(tmp_path / "s").manifest.n_cached == len(STATE.tokens)
     reports.clear()
     peers = empty(TWO)
     assert peers.run(import_session(tmp_path / "s", lambda *counts: reports.append(counts))) == NAME
-    assert reports == [(done, 10) for done in range(1, 11)]
+    assert reports == [(1, 10), (2, 10), (6, 10), (10, 10)]
     assert peers.sessions == {NAME: (STATE.tokens, N_PROMPT)}
     for rows in STATE.layers:
         assert state_of(peers, rows.layer) == STATE.payload((rows,), 0, len(STATE.tokens))
@@ -195,7 +211,9 @@ def test_pages_may_say_more_of_their_build_than_the_stages(tmp_path: Path) -> No
     assert empty(TWO).run(import_session(tmp_path / "s")) == NAME
     pages = iter(range(100))
     peers.on_page = lambda page: other_facts(page, MODEL, f"{BUILD}, {'long' if next(pages) else 'short'} rope factors")
-    refused(peers, export_session(NAME, tmp_path / "s", None), KvPageError, "build: wanted .* short rope factors, got")
+    refused(
+        peers, export_session(NAME, tmp_path / "s", None), KvPageError, "build: wanted .* factors, got .* factors"
+    )
 
 
 def test_pages_come_verified_and_go_to_other_stages_without_a_directory() -> None:
@@ -231,7 +249,8 @@ def test_few_pages_are_under_way_at_once() -> None:
     peers = Peers()
     name = peers.keep(long, 9)
     peers.run(export_pages(name, lambda page: None))
-    assert 2 * PAGES_UNDER_WAY < peers.most_under_way <= 3 * PAGES_UNDER_WAY
+    assert 2 * MESSAGES_UNDER_WAY < peers.most_under_way <= 3 * MESSAGES_UNDER_WAY
+    assert peers.most_pages == MAX_PAGES_AT_ONCE
 
 
 @settings(max_examples=200)
@@ -243,16 +262,21 @@ def test_the_window_is_within_its_limits_and_never_stuck(data: st.DataObject) ->
     left = [data.draw(st.integers(0, 12)) for _ in range(n_stages)]
     window = PageWindow(n_stages)
     under_way = [0] * n_stages
+    messages: list[list[int]] = [[] for _ in range(n_stages)]
     known = [False] * n_stages
     while True:
-        while (index := window.next()) is not None:
-            if left[index] == 0:
+        while (turn := window.next()) is not None:
+            index, most = turn
+            n_pages = min(most, left[index])
+            if n_pages == 0:
                 window.finish(index)
                 continue
-            left[index] -= 1
-            under_way[index] += 1
-            window.add(index)
-            assert under_way[index] <= PAGES_UNDER_WAY
+            assert n_pages == 1 or n_pages * sizes[index] <= MESSAGE_BYTES
+            left[index] -= n_pages
+            messages[index].append(n_pages)
+            under_way[index] += n_pages
+            window.add(index, n_pages)
+            assert len(messages[index]) <= MESSAGES_UNDER_WAY
             assert under_way[index] == 1 or under_way[index] * sizes[index] <= BYTES_UNDER_WAY
             if all(known):
                 total = sum(n * size for n, size in zip(under_way, sizes, strict=True))
@@ -260,9 +284,10 @@ def test_the_window_is_within_its_limits_and_never_stuck(data: st.DataObject) ->
         if not any(under_way):
             break
         index = data.draw(st.sampled_from([index for index, n in enumerate(under_way) if n]))
-        under_way[index] -= 1
+        n_pages = messages[index].pop(0)
+        under_way[index] -= n_pages
         known[index] = True
-        window.remove(index, sizes[index])
+        window.remove(index, n_pages, sizes[index])
     assert left == [0] * n_stages
 
 
@@ -301,17 +326,21 @@ def test_a_session_that_was_adopted_under_another_name(tmp_path: Path) -> None:
     refused(peers, import_session(saved(tmp_path / "s")), ProtocolError, "stage 0 calls it 5e")
 
 
-def flipped(received: PageReceived, at: int) -> PageReceived:
-    payload = bytearray(received.payload)
+def flipped(received: PagesReceived, at: int) -> PagesReceived:
+    payload = bytearray(received.payloads[-1])
     payload[at] ^= 1
-    return PageReceived(received.descriptor, memoryview(payload))
+    return PagesReceived(received.descriptors, (*received.payloads[:-1], memoryview(payload)))
 
 
-def other_facts(received: PageReceived, model: str, build: str) -> PageReceived:
-    old = unpack_descriptor(received.descriptor)
-    page_facts = PageFacts(model, build, old.layers)
-    page = seal(page_facts, old.first, old.end, old.link_before, old.link_after, received.payload)
-    return PageReceived(pack_descriptor(page.descriptor), page.payload)
+def other_facts(page: KvPage, model: str, build: str) -> KvPage:
+    old = page.descriptor
+    return seal(PageFacts(model, build, old.layers), old.first, old.end, old.link_before, old.link_after, page.payload)
+
+
+def last_other(received: PagesReceived, model: str, build: str) -> PagesReceived:
+    page = KvPage(unpack_descriptor(received.descriptors[-1]), received.payloads[-1])
+    packed = pack_descriptor(other_facts(page, model, build).descriptor)
+    return PagesReceived((*received.descriptors[:-1], packed), received.payloads)
 
 
 @pytest.mark.parametrize(
@@ -319,23 +348,25 @@ def other_facts(received: PageReceived, model: str, build: str) -> PageReceived:
     [
         (lambda p: flipped(p, 0), "checksum: wanted .*: damaged"),
         (lambda p: flipped(p, -1), "checksum: wanted .*: damaged"),
-        (lambda p: PageReceived(p.descriptor, p.payload[:-1]), "payload: wanted"),
-        (lambda p: PageReceived(p.descriptor[:-1], p.payload), "not msgpack"),
-        (lambda p: PageReceived(b"", p.payload), "not msgpack"),
-        (lambda p: other_facts(p, "cd" * 32, BUILD), "model: wanted abab"),
-        (lambda p: other_facts(p, MODEL, "llama.cpp 0.5.1"), "build: wanted llama.cpp 0.5.0, got llama.cpp 0.5.1"),
+        (lambda p: PagesReceived(p.descriptors, (*p.payloads[:-1], p.payloads[-1][:-1])), "payload: wanted"),
+        (lambda p: PagesReceived((*p.descriptors[:-1], p.descriptors[-1][:-1]), p.payloads), "not msgpack"),
+        (lambda p: PagesReceived((b"", *p.descriptors[1:]), p.payloads), "not msgpack"),
+        (lambda p: PagesReceived(p.descriptors[1:], p.payloads[1:]), r"wanted \d pages, got \d"),
+        (lambda p: PagesReceived(p.descriptors[::-1], p.payloads[::-1]), "first: wanted"),
+        (lambda p: last_other(p, "cd" * 32, BUILD), "model: wanted abab"),
+        (lambda p: last_other(p, MODEL, "llama.cpp 0.5.1"), "build: wanted llama.cpp 0.5.0, got llama.cpp 0.5.1"),
         (lambda p: StageLostError("connection lost"), "connection lost"),
-        (lambda p: KvImported("q"), "wanted PageReceived, got KvImported"),
+        (lambda p: KvImported("q"), "wanted PagesReceived, got KvImported"),
     ],
 )
 def test_a_page_that_is_wrong_leaves_the_session_saved_before(
-    tmp_path: Path, change: Callable[[PageReceived], Outcome], words: str
+    tmp_path: Path, change: Callable[[PagesReceived], Outcome], words: str
 ) -> None:
     before = SavedSession(saved(tmp_path / "s")).manifest
     names = {path.name for path in (tmp_path / "s").iterdir()}
     peers = Peers()
-    pages = iter(range(100))
-    peers.on_page = lambda page: change(page) if next(pages) == 7 else page
+    messages = iter(range(100))
+    peers.on_pages = lambda pages: change(pages) if next(messages) == 4 else pages  # the second of a stage
     refused(peers, export_session(NAME, tmp_path / "s", None), SkippyError, rf"stage of layers \d+:\d+: .*{words}")
     assert SavedSession(tmp_path / "s").manifest == before
     assert {path.name for path in (tmp_path / "s").iterdir()} == names

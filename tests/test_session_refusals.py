@@ -216,8 +216,7 @@ def peer(transport: Transport, endpoint: str) -> Iterator[Peer]:
 
 
 def sent(peer: Peer, descriptor: bytes, payload: bytes) -> wire.Message:
-    tensor = wire.TensorDescriptor("page", 0, 0, "i8", (len(payload),), len(payload))
-    peer.send(wire.KvImport("r", descriptor, (tensor,)), [payload])
+    peer.send(wire.KvImport("r", (descriptor,), (wire.TensorDescriptor.of_page(len(payload)),)), [payload])
     return peer.receive()
 
 

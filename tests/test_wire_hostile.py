@@ -395,10 +395,16 @@ def test_payload_frames_that_do_not_match_their_descriptors(payloads: tuple[byte
         (Kind.KV_MATCH, (2,), -1, "KvMatch.pages: "),
         (Kind.KV_KEEP, (1,), limits.MAX_LANES, "KvKeep.lane: "),
         (Kind.KV_ANSWER, (1,), limits.MAX_PAGES + 1, "KvAnswer.pages: "),
-        (Kind.KV_EXPORT, (1,), bytes(31), "KvExport.link: "),
-        (Kind.KV_EXPORT, (1,), "x" * 32, "KvExport.link: "),
-        (Kind.KV_PAGE, (1,), b"", "KvPage.descriptor: "),
-        (Kind.KV_IMPORT, (1,), bytes(limits.MAX_DESCRIPTOR_BYTES + 1), "KvImport.descriptor: "),
+        (Kind.KV_EXPORT, (1,), bytes(31), "KvExport.links: "),
+        (Kind.KV_EXPORT, (1,), bytes(33), "KvExport.links: "),
+        (Kind.KV_EXPORT, (1,), bytes(32 * limits.MAX_PAGES_AT_ONCE + 32), "KvExport.links: "),
+        (Kind.KV_EXPORT, (1,), "x" * 32, "KvExport.links: "),
+        (Kind.KV_PAGES, (1,), [], "KvPages.descriptors: "),
+        (Kind.KV_PAGES, (1,), [b""], "KvPages.descriptors[0]: "),
+        (Kind.KV_PAGES, (1,), [b"a", b"b"], "KvPages.tensors: "),
+        (Kind.KV_PAGES, (1,), [b"a"] * (limits.MAX_PAGES_AT_ONCE + 1), "KvPages.descriptors: "),
+        (Kind.KV_IMPORT, (1,), [bytes(limits.MAX_DESCRIPTOR_BYTES + 1)], "KvImport.descriptors[0]: "),
+        (Kind.KV_IMPORT, (1,), [b"a", b"b"], "KvImport.tensors: "),
         (Kind.KV_IMPORT, (2,), [], "KvImport.tensors: "),
         (Kind.KV_IMPORT, (2, 0, 5), 1 << 40, "KvImport.tensors[0].nbytes: "),
         (Kind.KV_SESSION, (1,), "", "KvSession.session: "),
@@ -418,7 +424,7 @@ def test_one_wrong_field_of_other_messages(kind: Kind, place: tuple[int, ...], v
     assert str(refusal([prefix, msgpack.packb(values), *payloads])).startswith(words)
 
 
-@pytest.mark.parametrize("kind", [Kind.TOKENS, Kind.KV_PAGE, Kind.KV_IMPORT])
+@pytest.mark.parametrize("kind", [Kind.TOKENS, Kind.KV_PAGES, Kind.KV_IMPORT])
 def test_a_payload_of_another_size_than_its_descriptor(kind: Kind) -> None:
     prefix, header, payload = frames_of(kind)
     assert "wanted 16 bytes" in str(refusal([prefix, header, bytes(payload)[:-4]]))

@@ -130,7 +130,7 @@ def test_facts_of_the_longest_pipeline_fit() -> None:
 
 def test_the_largest_page_fits() -> None:
     size = limits.MAX_PAYLOAD_BYTES
-    message = KvImport("r", bytes(limits.MAX_DESCRIPTOR_BYTES), (TensorDescriptor("page", 0, 0, "i8", (size,), size),))
+    message = KvImport("r", (bytes(limits.MAX_DESCRIPTOR_BYTES),), (TensorDescriptor.of_page(size),))
     back, (view,) = decode(encode(message, [memoryview(bytes(size))]))
     assert back == message
     assert view.nbytes == size

@@ -31,7 +31,7 @@ from skippy_zmq.wire.messages import (
     KvImported,
     KvKeep,
     KvMatch,
-    KvPage,
+    KvPages,
     KvSession,
     KvSessionReply,
     Ping,
@@ -155,9 +155,9 @@ EXAMPLES: dict[Kind, Any] = {
     Kind.DETOKENIZED: Detokenized("r-3", b"\xf0\x9f\xa6"),
     Kind.STATS: Stats("r-4"),
     Kind.STATS_REPLY: StatsReply("r-4", FACTS, {"batches.run": 12, "now.lanes_used": 3}),
-    Kind.KV_EXPORT: KvExport("r-5", bytes(range(32))),
-    Kind.KV_PAGE: KvPage("r-5", b"\x80", (PAGE,)),
-    Kind.KV_IMPORT: KvImport("r-6", b"\x80", (PAGE,)),
+    Kind.KV_EXPORT: KvExport("r-5", bytes(range(64))),
+    Kind.KV_PAGES: KvPages("r-5", (b"\x80",), (PAGE,)),
+    Kind.KV_IMPORT: KvImport("r-6", (b"\x80",), (PAGE,)),
     Kind.KV_IMPORTED: KvImported("r-6"),
     Kind.KV_SESSION: KvSession("r-7", "5e" * 32),
     Kind.KV_ADOPT: KvAdopt("r-8", (1, 2, 3), 2),
@@ -166,7 +166,7 @@ EXAMPLES: dict[Kind, Any] = {
 
 
 def example_payloads(kind: Kind) -> tuple[bytes, ...]:
-    if kind in (Kind.TOKENS, Kind.KV_PAGE, Kind.KV_IMPORT):
+    if kind in (Kind.TOKENS, Kind.KV_PAGES, Kind.KV_IMPORT):
         return (bytes(range(16)),)
     return BATCH_PAYLOADS if kind is Kind.ACTIVATIONS else ()
 
@@ -361,10 +361,11 @@ def session_replies(draw: st.DrawFn) -> KvSessionReply:
 
 
 @st.composite
-def pages(draw: st.DrawFn, kind: type[KvPage] | type[KvImport]) -> tuple[KvPage | KvImport, list[bytes]]:
-    payload = draw(st.binary(min_size=1, max_size=64))
-    tensor = TensorDescriptor("page", 0, 0, "i8", (len(payload),), len(payload))
-    return kind(draw(NAMES), draw(st.binary(min_size=1, max_size=64)), (tensor,)), [payload]
+def pages(draw: st.DrawFn, kind: type[KvPages] | type[KvImport]) -> tuple[KvPages | KvImport, list[bytes]]:
+    some = st.binary(min_size=1, max_size=64)
+    payloads = draw(st.lists(some, min_size=1, max_size=limits.MAX_PAGES_AT_ONCE))
+    tensors = tuple(TensorDescriptor.of_page(len(payload)) for payload in payloads)
+    return kind(draw(NAMES), tuple(draw(some) for _ in payloads), tensors), payloads
 
 
 SIMPLE: dict[Kind, st.SearchStrategy[Any]] = {
@@ -394,7 +395,11 @@ SIMPLE: dict[Kind, st.SearchStrategy[Any]] = {
     Kind.KV_MATCH: matches(),
     Kind.KV_KEEP: st.builds(KvKeep, NAMES, st.integers(0, limits.MAX_LANES - 1), st.integers(0, limits.MAX_PAGES)),
     Kind.KV_ANSWER: st.builds(KvAnswer, NAMES, st.integers(0, limits.MAX_PAGES)),
-    Kind.KV_EXPORT: st.builds(KvExport, NAMES, st.binary(min_size=32, max_size=32)),
+    Kind.KV_EXPORT: st.builds(
+        KvExport,
+        NAMES,
+        st.lists(st.binary(min_size=32, max_size=32), min_size=1, max_size=limits.MAX_PAGES_AT_ONCE).map(b"".join),
+    ),
     Kind.KV_IMPORTED: st.builds(KvImported, NAMES),
     Kind.KV_SESSION: st.builds(KvSession, NAMES, NAMES),
     Kind.KV_ADOPT: adoptions(),
@@ -437,7 +442,7 @@ SIMPLE: dict[Kind, st.SearchStrategy[Any]] = {
 }
 ALL: dict[Kind, st.SearchStrategy[tuple[Any, list[bytes]]]] = {
     Kind.ACTIVATIONS: batches(),
-    Kind.KV_PAGE: pages(KvPage),
+    Kind.KV_PAGES: pages(KvPages),
     Kind.KV_IMPORT: pages(KvImport),
     **{kind: strategy.map(lambda message: (message, [])) for kind, strategy in SIMPLE.items()},
 }

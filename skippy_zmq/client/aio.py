@@ -288,11 +288,10 @@ class AsyncClient:
         if isinstance(step, Ask):
             request, worker, ask = self._new_request(), self._running(), step
             message = ask.make(request)
-            payloads = () if ask.payload is None else (ask.payload,)
 
             def submit() -> None:
                 worker.connection.conversation.submit(
-                    request, message, time.monotonic(), payloads=payloads, timeout=ask.seconds, to=ask.to
+                    request, message, time.monotonic(), payloads=ask.payloads, timeout=ask.seconds, to=ask.to
                 )
 
             under_way.add(request)

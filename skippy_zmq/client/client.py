@@ -288,10 +288,9 @@ class Client:
             return step.call()
         if isinstance(step, Ask):
             request = self._new_request()
-            payloads = () if step.payload is None else (step.payload,)
             message = step.make(request)
             self._conversation.submit(
-                request, message, time.monotonic(), payloads=payloads, timeout=step.seconds, to=step.to
+                request, message, time.monotonic(), payloads=step.payloads, timeout=step.seconds, to=step.to
             )
             self._mailboxes[request] = mailbox
             self._connection.flush()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from skippy_zmq.client.answer import Answer
 from skippy_zmq.client.contacts import Contacts
-from skippy_zmq.client.outcomes import Action, Event, Finished, Frames, Opened, Outcome, PageReceived, Send
+from skippy_zmq.client.outcomes import Action, Event, Finished, Frames, Opened, Outcome, PagesReceived, Send
 from skippy_zmq.client.pending import Pending
 from skippy_zmq.client.recovery import Recovery, Verdict
 from skippy_zmq.client.results import Chunk
@@ -35,7 +35,7 @@ from skippy_zmq.wire.messages import (
     KvExport,
     KvImport,
     KvImported,
-    KvPage,
+    KvPages,
     KvSession,
     KvSessionReply,
     Message,
@@ -230,9 +230,9 @@ class Conversation:
             case Tokenized() | Detokenized() | StatsReply() | KvImported() | KvSessionReply():
                 if self._pending.pop(message.request, None) is not None:
                     self._tell(message.request, message)
-            case KvPage():
+            case KvPages():
                 if self._pending.pop(message.request, None) is not None:
-                    self._tell(message.request, PageReceived(message.descriptor, payloads[0]))
+                    self._tell(message.request, PagesReceived(message.descriptors, tuple(payloads)))
             case Pong():
                 peer.ready = message.ready
                 if is_first:

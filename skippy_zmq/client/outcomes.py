@@ -58,11 +58,11 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class PageReceived:
-    """A page as a stage sent it: its packed descriptor and its bytes, neither looked at yet."""
+class PagesReceived:
+    """Pages as a stage sent them: of each its packed descriptor and its bytes, neither looked at yet."""
 
-    descriptor: bytes
-    payload: memoryview
+    descriptors: tuple[bytes, ...]
+    payloads: tuple[memoryview, ...]
 
 
 Action = Connect | Leave | Send
@@ -74,7 +74,7 @@ Outcome = (
     | Detokenized
     | StatsReply
     | PipelineStats
-    | PageReceived
+    | PagesReceived
     | KvImported
     | KvSessionReply
     | SkippyError

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from skippy_zmq.client.outcomes import Outcome, PageReceived
+from skippy_zmq.client.outcomes import Outcome, PagesReceived
 from skippy_zmq.client.page_window import PageWindow
 from skippy_zmq.errors import KvPageError, ProtocolError, RequestError, SkippyError
 from skippy_zmq.kv.chain import ROOT
@@ -35,7 +35,7 @@ from skippy_zmq.wire.messages import (
     TensorDescriptor,
 )
 
-# How long a stage may take for one page.
+# How long a stage may take for one message of pages.
 PAGE_SECONDS = 120.0
 
 KvMessage = KvSession | KvAdopt | KvExport | KvImport
@@ -54,7 +54,7 @@ class Ask:
 
     make: Callable[[str], KvMessage]
     to: StageFacts | None = None  # None: stage 0
-    payload: memoryview | None = None
+    payloads: tuple[memoryview, ...] = ()
     seconds: float | None = None
 
 
@@ -127,24 +127,25 @@ def import_pages(
     n_pages = len(stages) * math.ceil(len(token_ids) / page_tokens_of(stages))
     sources = [iter(pages(stage)) for stage in stages]
     window = PageWindow(len(stages))
-    under_way: dict[str, int] = {}
+    under_way: dict[str, tuple[int, int]] = {}  # stage, number of pages
     done = 0
     while True:
-        while (index := window.next()) is not None:
-            page: KvPage | None = yield Run(partial(next, sources[index], None))
-            if page is None:
+        while (turn := window.next()) is not None:
+            index, most = turn
+            some: list[KvPage] = yield Run(partial(_some, sources[index], most))
+            if not some:
                 window.finish(index)
                 continue
-            request = yield _import_of(page, stages[index])
-            under_way[request] = index
-            window.add(index, page.descriptor.payload_bytes)
+            request = yield _import_of(some, stages[index])
+            under_way[request] = index, len(some)
+            window.add(index, len(some), some[0].descriptor.payload_bytes)
         if not under_way:
             break
         request, outcome = yield Await()
-        index = under_way.pop(request)
+        index, count = under_way.pop(request)
         _expect(KvImported, outcome, stages[index])
-        window.remove(index)
-        done += 1
+        window.remove(index, count)
+        done += count
         if progress is not None:
             progress(done, n_pages)
     yield Ask(partial(KvAdopt, token_ids=tuple(token_ids), n_prompt=n_prompt))
@@ -237,26 +238,28 @@ def _fetch(
     facts: dict[int, PageFacts] = {}
     next_page = [0] * len(stages)
     window = PageWindow(len(stages))
-    under_way: dict[str, tuple[int, int]] = {}
+    under_way: dict[str, tuple[int, range]] = {}  # stage, numbers of pages
     done = 0
     while True:
-        while (index := window.next()) is not None:
-            number = next_page[index]
-            if number == len(links):
+        while (turn := window.next()) is not None:
+            index, most = turn
+            some = range(next_page[index], min(next_page[index] + most, len(links)))
+            if not some:
                 window.finish(index)
                 continue
-            request = yield Ask(partial(KvExport, link=links[number]), stages[index], seconds=PAGE_SECONDS)
-            under_way[request] = index, number
-            next_page[index] += 1
-            window.add(index)
+            asked = b"".join(links[some.start : some.stop])
+            request = yield Ask(partial(KvExport, links=asked), stages[index], seconds=PAGE_SECONDS)
+            under_way[request] = index, some
+            next_page[index] = some.stop
+            window.add(index, len(some))
         if not under_way:
             return
         request, outcome = yield Await()
-        index, number = under_way.pop(request)
-        received = _expect(PageReceived, outcome, stages[index])
-        window.remove(index, received.payload.nbytes)
-        yield Run(partial(_take, received, stages[index], facts, expected[number], take))
-        done += 1
+        index, some = under_way.pop(request)
+        received = _expect(PagesReceived, outcome, stages[index])
+        window.remove(index, len(some), received.payloads[0].nbytes)
+        yield Run(partial(_take, received, stages[index], facts, expected[some.start : some.stop], take))
+        done += len(some)
         if progress is not None:
             progress(done, len(links) * len(stages))
 
@@ -283,18 +286,27 @@ class _Expected:
 
 
 def _take(
-    received: PageReceived,
+    received: PagesReceived,
     stage: StageFacts,
     known: dict[int, PageFacts],
-    expected: _Expected,
+    expected: Sequence[_Expected],
     take: Callable[[KvPage], object],
 ) -> None:
-    """Hand over the page as the stage should have sent it; raise KvPageError where it is another one, or damaged.
+    """Hand over the pages as the stage should have sent them; raise KvPageError for another one, or a damaged one.
 
     ``known``: what the pages of each stage have in common, by its first layer; learnt from the first of them.
     """
+    if len(received.descriptors) != len(expected):
+        raise ProtocolError(f"{_named(stage)}: wanted {len(expected)} pages, got {len(received.descriptors)}")
+    for packed, payload, wanted in zip(received.descriptors, received.payloads, expected, strict=True):
+        take(_checked(packed, payload, stage, known, wanted))
+
+
+def _checked(
+    packed: bytes, payload: memoryview, stage: StageFacts, known: dict[int, PageFacts], expected: _Expected
+) -> KvPage:
     try:
-        descriptor = unpack_descriptor(received.descriptor)
+        descriptor = unpack_descriptor(packed)
         layers = descriptor.layers
         facts = known.get(stage.layer_start)
         if facts is None:
@@ -310,20 +322,26 @@ def _take(
             link_before=expected.link_before,
             link_after=expected.link_after,
         )
-        page = KvPage(descriptor, received.payload)
+        page = KvPage(descriptor, payload)
         verify(page)
     except KvPageError as error:
         raise KvPageError(f"{_named(stage)}: {error}") from None
-    take(page)
+    return page
 
 
-def _import_of(page: KvPage, stage: StageFacts) -> Ask:
-    size = page.descriptor.payload_bytes
-    if size > MAX_PAYLOAD_BYTES:
-        raise KvPageError(f"{page.descriptor}: {_named(stage)} can take {MAX_PAYLOAD_BYTES} bytes, got {size}")
-    packed = pack_descriptor(page.descriptor)
-    tensors = (TensorDescriptor("page", 0, 0, "i8", (size,), size),)
-    return Ask(partial(KvImport, descriptor=packed, tensors=tensors), stage, page.payload, PAGE_SECONDS)
+def _some(pages: Iterator[KvPage], most: int) -> list[KvPage]:
+    return list(itertools.islice(pages, most))
+
+
+def _import_of(pages: Sequence[KvPage], stage: StageFacts) -> Ask:
+    for page in pages:
+        size = page.descriptor.payload_bytes
+        if size > MAX_PAYLOAD_BYTES:
+            raise KvPageError(f"{page.descriptor}: {_named(stage)} can take {MAX_PAYLOAD_BYTES} bytes, got {size}")
+    descriptors = tuple(pack_descriptor(page.descriptor) for page in pages)
+    tensors = tuple(TensorDescriptor.of_page(page.payload.nbytes) for page in pages)
+    make = partial(KvImport, descriptors=descriptors, tensors=tensors)
+    return Ask(make, stage, tuple(page.payload for page in pages), PAGE_SECONDS)
 
 
 def _expect(kind: type[_T], outcome: Outcome, stage: StageFacts | None) -> _T:

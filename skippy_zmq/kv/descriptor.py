@@ -147,7 +147,7 @@ def _differences(
     for name in ("model", "build"):
         if getattr(descriptor, name) != getattr(facts, name):
             yield name, shown(getattr(facts, name)), shown(getattr(descriptor, name))
-    if descriptor.layers is facts.layers:
+    if descriptor.layers == facts.layers:  # both were checked, so that equal numbers are of equal types
         return
     wanted, got = ({rows.layer: rows for rows in layers} for layers in (facts.layers, descriptor.layers))
     shared = wanted.keys() & got.keys()

@@ -25,12 +25,20 @@ class ImportedPages:
     def nbytes(self) -> int:
         return sum(self._bytes.values())
 
-    def put(self, owner: bytes, page: KvPage) -> None:
-        """Hold a page; raise KvPageError where it is damaged, does not fit this stage, or finds no room."""
-        descriptor = page.descriptor
-        check_fits(descriptor, self._facts, n_ctx=self._n_ctx)
-        verify(page)
+    def put(self, owner: bytes, pages: Sequence[KvPage]) -> None:
+        """Hold pages; raise KvPageError, and hold none of them, where one is damaged or does not fit this stage.
+
+        What finds no room is refused in the same way, and all of its owner's pages go with it.
+        """
+        for page in pages:
+            check_fits(page.descriptor, self._facts, n_ctx=self._n_ctx)
+            verify(page)
         self._touch(owner)
+        for page in pages:
+            self._hold(owner, page)
+
+    def _hold(self, owner: bytes, page: KvPage) -> None:
+        descriptor = page.descriptor
         if descriptor.link_after in self._pages[owner]:
             return
         if self._bytes[owner] + descriptor.payload_bytes > self._budget_bytes:

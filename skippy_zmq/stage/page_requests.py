@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from skippy_zmq.errors import KvPageError
 from skippy_zmq.kv.descriptor import pack_descriptor, unpack_descriptor
 from skippy_zmq.kv.page import KvPage
 from skippy_zmq.stage.pages import LanePages
 from skippy_zmq.wire import messages as wire
+from skippy_zmq.wire.limits import LINK_BYTES, MAX_HEADER_BYTES, MAX_MESSAGE_BYTES
 
 
-def exported(asked: wire.KvExport, pages: LanePages, client: bytes) -> tuple[wire.KvPage, tuple[memoryview]]:
-    """The answer and its payload; raise KvPageError where the page is not here."""
-    page = pages.page(client, asked.link)
-    tensor = wire.TensorDescriptor("page", 0, 0, "i8", (page.payload.nbytes,), page.payload.nbytes)
-    return wire.KvPage(asked.request, pack_descriptor(page.descriptor), (tensor,)), (page.payload,)
+def exported(asked: wire.KvExport, held: LanePages, client: bytes) -> tuple[wire.KvPages, list[memoryview]]:
+    """The answer and its payloads; raise KvPageError where a page is not here, or all are too much for a message."""
+    links = [asked.links[at : at + LINK_BYTES] for at in range(0, len(asked.links), LINK_BYTES)]
+    pages: list[KvPage] = []
+    size = MAX_HEADER_BYTES
+    for link in links:
+        page = held.page(client, link)
+        size += page.payload.nbytes
+        if size > MAX_MESSAGE_BYTES and pages:
+            raise KvPageError(f"{len(links)} pages: they do not fit into one message, ask for {len(pages)} at once")
+        pages.append(page)
+    descriptors = tuple(pack_descriptor(page.descriptor) for page in pages)
+    tensors = tuple(wire.TensorDescriptor.of_page(page.payload.nbytes) for page in pages)
+    return wire.KvPages(asked.request, descriptors, tensors), [page.payload for page in pages]
 
 
-def imported(brought: wire.KvImport, payloads: list[memoryview], pages: LanePages, client: bytes) -> wire.KvImported:
-    """Hold what a client brought; raise KvPageError where it is damaged or does not fit."""
-    pages.take(client, KvPage(unpack_descriptor(brought.descriptor), payloads[0]))
+def imported(brought: wire.KvImport, payloads: list[memoryview], held: LanePages, client: bytes) -> wire.KvImported:
+    """Hold what a client brought; raise KvPageError where one of the pages is damaged or does not fit."""
+    pairs = zip(brought.descriptors, payloads, strict=True)
+    held.take(client, [KvPage(unpack_descriptor(descriptor), payload) for descriptor, payload in pairs])
     return wire.KvImported(brought.request)

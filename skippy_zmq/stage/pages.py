@@ -192,7 +192,7 @@ class LanePages:
         if before != ROOT and not imported.leading(session.owner, [before]):
             return False
         try:
-            imported.put(session.owner, self._cut(session, first, end, before, link))
+            imported.put(session.owner, [self._cut(session, first, end, before, link)])
         except (KvPageError, NativeError) as error:
             log.warning("a page was not kept: %s", error)
             return False
@@ -276,11 +276,11 @@ class LanePages:
             raise KvPageError(f"page {link.hex()} is not here" + (f": {self.why_not}" if self.why_not else ""))
         return page
 
-    def take(self, client: bytes, page: KvPage) -> None:
-        """Hold a client's page; raise KvPageError where it does not fit."""
+    def take(self, client: bytes, pages: Sequence[KvPage]) -> None:
+        """Hold a client's pages; raise KvPageError, and hold none of them, where one does not fit."""
         if self.page_tokens == 0:
             raise KvPageError(f"this stage keeps no pages: {self.why_not}")
-        self._imported.put(client, page)
+        self._imported.put(client, pages)
 
     def counters(self) -> dict[str, int]:
         """Its part of STATS_REPLY."""

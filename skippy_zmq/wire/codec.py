@@ -27,7 +27,7 @@ from skippy_zmq.wire.messages import (
     Generate,
     Kind,
     KvImport,
-    KvPage,
+    KvPages,
     Message,
     TensorDescriptor,
     Tokenize,
@@ -39,7 +39,7 @@ _PREFIX_BYTES = 2  # frame 0: generation, kind
 _PREFIXES = {kind: bytes((GENERATION, kind)) for kind in Kind}
 _READERS = {int(kind): (kind, MESSAGE_FIELDS[cls].unpack) for kind, cls in MESSAGE_TYPES.items()}
 _WRITERS = {cls: (_PREFIXES[kind], MESSAGE_FIELDS[cls].pack) for kind, cls in MESSAGE_TYPES.items()}
-_WITH_PAYLOADS = (Activations, Tokens, KvPage, KvImport)
+_WITH_PAYLOADS = (Activations, Tokens, KvPages, KvImport)
 _FROM_USER = (Generate, Tokenize, Detokenize)
 
 

@@ -31,6 +31,7 @@ MAX_PAGE_TOKENS = 4096
 MAX_PAGES = 16_384  # of one session
 LINK_BYTES = 32  # the name of a page: SHA-256
 MAX_DESCRIPTOR_BYTES = 256 << 10
+MAX_PAGES_AT_ONCE = 16  # in one message
 
 # Models and pipelines.
 MAX_LAYERS = 1024

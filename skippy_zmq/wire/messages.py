@@ -43,7 +43,7 @@ class Kind(enum.IntEnum):
     STATS = 40
     STATS_REPLY = 41
     KV_EXPORT = 50
-    KV_PAGE = 51
+    KV_PAGES = 51
     KV_IMPORT = 52
     KV_IMPORTED = 53
     KV_SESSION = 54
@@ -266,6 +266,11 @@ class TensorDescriptor:
     shape: tuple[int, ...]
     nbytes: int
 
+    @classmethod
+    def of_page(cls, nbytes: int) -> TensorDescriptor:
+        """A page's bytes, whose layout its own descriptor says."""
+        return cls("page", 0, 0, "i8", (nbytes,), nbytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
@@ -433,30 +438,30 @@ class KvAnswer:
 
 @dataclass(frozen=True, slots=True)
 class KvExport:
-    """Client to any stage: send the page named ``link`` (32 bytes)."""
+    """Client to any stage: send the pages named ``links``, 32 bytes each, in this order."""
 
     kind: ClassVar[Kind] = Kind.KV_EXPORT
     request: str
-    link: bytes
+    links: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class KvPage:
-    """A page: its descriptor (skippy_zmq.kv.page, packed) and, as the only payload, its bytes."""
+class KvPages:
+    """Pages: of each its descriptor (skippy_zmq.kv.descriptor, packed) and, as a payload, its bytes."""
 
-    kind: ClassVar[Kind] = Kind.KV_PAGE
+    kind: ClassVar[Kind] = Kind.KV_PAGES
     request: str
-    descriptor: bytes
+    descriptors: tuple[bytes, ...]
     tensors: tuple[TensorDescriptor, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class KvImport:
-    """Client to any stage: hold this page, as KvPage describes it; its layers have to be the stage's."""
+    """Client to any stage: hold these pages, as KvPages describes them; their layers have to be the stage's."""
 
     kind: ClassVar[Kind] = Kind.KV_IMPORT
     request: str
-    descriptor: bytes
+    descriptors: tuple[bytes, ...]
     tensors: tuple[TensorDescriptor, ...]
 
 
@@ -573,7 +578,7 @@ Message = (
     | Stats
     | StatsReply
     | KvExport
-    | KvPage
+    | KvPages
     | KvImport
     | KvImported
     | KvSession

@@ -52,6 +52,7 @@ from skippy_zmq.wire.limits import (
     MAX_NAME_BYTES,
     MAX_PAGE_TOKENS,
     MAX_PAGES,
+    MAX_PAGES_AT_ONCE,
     MAX_PAYLOAD_BYTES,
     MAX_POSITION,
     MAX_PROMPT_TOKENS,
@@ -89,7 +90,7 @@ _RULES: Mapping[str, Field] = {
     "content": _TEXT,
     "counters": mapping(_NAME, integer(-MAX_INT64, MAX_INT64), MAX_COUNTERS),
     "data": binary(0, MAX_TEXT_BYTES),
-    "descriptor": binary(1, MAX_DESCRIPTOR_BYTES),
+    "descriptors": array_of(binary(1, MAX_DESCRIPTOR_BYTES), 1, MAX_PAGES_AT_ONCE),
     "dry_allowed_length": _SIGNED,
     "dry_penalty_last_n": _SIGNED,
     "dry_sequence_breakers": array_of(text(1, MAX_STOP_BYTES), 0, MAX_STOP_STRINGS),
@@ -107,7 +108,6 @@ _RULES: Mapping[str, Field] = {
     "lanes": integer(1, MAX_LANES),
     "layer_end": integer(1, MAX_LAYERS),
     "layer_start": integer(0, MAX_LAYERS - 1),
-    "link": binary(LINK_BYTES, LINK_BYTES),
     "links": binary(LINK_BYTES, MAX_PAGES * LINK_BYTES),
     "logit_bias": biases(MAX_LOGIT_BIAS),
     "max_tokens": integer(1, MAX_POSITION),
@@ -171,6 +171,7 @@ _RULES: Mapping[str, Field] = {
     "Generate.token_ids": optional(token_ids(1, MAX_PROMPT_TOKENS)),
     "Kept.session": text(0, MAX_NAME_BYTES),
     "KvAdopt.n_prompt": integer(0, MAX_PROMPT_TOKENS),
+    "KvExport.links": binary(LINK_BYTES, MAX_PAGES_AT_ONCE * LINK_BYTES),
     "KvAdopt.token_ids": token_ids(1, MAX_PROMPT_TOKENS),
     "KvSessionReply.n_prompt": integer(0, MAX_PROMPT_TOKENS),
     "Hello.role": one_of(("upstream", "ring", "client")),
@@ -183,8 +184,8 @@ _STRUCT_COUNTS: Mapping[str, tuple[int, int]] = {
     "BatchDone.tokens": (0, MAX_LANES),
     "BatchFailed.opens": (0, MAX_LANES),
     "Generate.messages": (1, MAX_CHAT_MESSAGES),
-    "KvImport.tensors": (1, 1),
-    "KvPage.tensors": (1, 1),
+    "KvImport.tensors": (1, MAX_PAGES_AT_ONCE),
+    "KvPages.tensors": (1, MAX_PAGES_AT_ONCE),
     "Ready.stages": (1, MAX_STAGES),
     "Tokens.tensors": (0, 1),
     "StageFacts.offered": (0, MAX_CROSSING_TENSORS),
@@ -224,6 +225,16 @@ def _check_match(match: m.KvMatch) -> None:
         )
 
 
+def _check_export(export: m.KvExport) -> None:
+    if len(export.links) % LINK_BYTES:
+        raise FieldError(f"whole names of {LINK_BYTES} bytes", len(export.links), ".links")
+
+
+def _check_pages(pages: m.KvPages | m.KvImport) -> None:
+    if len(pages.tensors) != len(pages.descriptors):
+        raise FieldError(f"{len(pages.descriptors)}, one per descriptor", len(pages.tensors), ".tensors")
+
+
 def _check_tokens(of: m.KvAdopt | m.KvSessionReply) -> None:
     if of.n_prompt > len(of.token_ids):
         raise FieldError(f"at most the {len(of.token_ids)} tokens there are", of.n_prompt, ".n_prompt")
@@ -231,7 +242,10 @@ def _check_tokens(of: m.KvAdopt | m.KvSessionReply) -> None:
 
 _CHECKS: Mapping[type[Any], Callable[[Any], None]] = {
     m.KvAdopt: _check_tokens,
+    m.KvExport: _check_export,
+    m.KvImport: _check_pages,
     m.KvMatch: _check_match,
+    m.KvPages: _check_pages,
     m.KvSessionReply: _check_tokens,
     m.Activations: check_batch,
     m.Generate: _check_generate,
