@@ -78,7 +78,11 @@ class Checkpoint:
         def rows(tensor: TensorInfo, first_row: int, n_rows: int) -> Rows:
             return self.rows(tensor.name, first_row, n_rows)
 
-        return open_header(self.path, self.header(), rows, self.content())
+        origins = {
+            tensor.name: tuple(sorted({segment.source.path for segment in tensor.segments}))
+            for tensor in self.tensors.values()
+        }
+        return open_header(self.path, self.header(), rows, self.content(), origins=origins)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
