@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoint_files import CASES, HEAD, HEADS, KV_HEADS, VOCABULARY, Case, safetensors_bytes, write_case
+from checkpoint_files import safetensors_bytes, wide, write_case
 from hub_server import HubServer
 from hub_user import HubUser
 from stage_processes import SMALL, StageProcess
@@ -23,36 +23,14 @@ from skippy_zmq.topology import LayerRange
 
 pytest_plugins = ("hub_fixtures", "transport_fixtures")
 
-HIDDEN, FFN, LAYERS = 256, 2048, 3
+LAYERS = 3
 OPTIONS = StageOptions(lanes=1, threads=1, ctx_size=64, batch_size=8, ubatch_size=8)
-
-
-def _shapes() -> dict[str, tuple[int, ...]]:
-    """Layers of a few megabytes."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
-    for layer in range(LAYERS):
-        name = f"model.layers.{layer}"
-        shapes |= {f"{name}.{norm}.weight": (HIDDEN,) for norm in ("input_layernorm", "post_attention_layernorm")}
-        for kind, rows in (("q", HEADS * HEAD), ("k", KV_HEADS * HEAD), ("v", KV_HEADS * HEAD)):
-            shapes[f"{name}.self_attn.{kind}_proj.weight"] = (rows, HIDDEN)
-        shapes[f"{name}.self_attn.o_proj.weight"] = (HIDDEN, HEADS * HEAD)
-        shapes |= {f"{name}.mlp.{kind}_proj.weight": (FFN, HIDDEN) for kind in ("gate", "up")}
-        shapes[f"{name}.mlp.down_proj.weight"] = (HIDDEN, FFN)
-    return shapes | {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCABULARY, HIDDEN)}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with a file for each layer, one for the embeddings, and one for the output matrix."""
-    config = CASES["llama-f16-tied-biases"].config | {
-        "hidden_size": HIDDEN,
-        "intermediate_size": FFN,
-        "num_hidden_layers": LAYERS,
-        "head_dim": HEAD,
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-    }
-    case = Case(config, _shapes())
+    case = wide(2048, layers=LAYERS)
     path = write_case(case, tmp_path_factory.mktemp("checkpoint"))
     (path / "model.safetensors").unlink()
     tensors = case.tensors()

@@ -137,7 +137,7 @@ def _is_whole(path: Path, size: int) -> bool:
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError, ModelFileError):
         if path.stat().st_size == size:
             record = json.loads(path.with_suffix(".json").read_bytes()[:_MOST_RECORD_BYTES])
-            return record["format"] == _FORMAT and record["sha256"] == _digest(path)
+            return bool(record["format"] == _FORMAT and record["sha256"] == _digest(path))
     return False
 
 
