@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -132,6 +133,27 @@ def test_another_start_needs_no_hub_and_a_damaged_outline_is_fetched_again(
     everything = user.locate("hf://o/n")
     assert not everything.outlines
     assert not user.locate("hf://o/n", own).outlines, "files that are there serve themselves"
+
+
+def test_a_long_header_is_read_on_and_leftovers_go(
+    server: HubServer, user: HubUser, checkpoint: dict[str, bytes], folder: Path
+) -> None:
+    data = checkpoint["layer0.safetensors"]
+    length = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + length].ljust(length + (200 << 10))
+    server.repository(
+        "o/long", checkpoint | {"layer0.safetensors": len(header).to_bytes(8, "little") + header + data[8 + length :]}
+    )
+    located = user.locate("hf://o/long", LayerRange(1, 2))
+    assert open_located(located).identity() == open_model(folder).identity()
+    outlines = located.outlines["layer0.safetensors"].parent
+    old, new = outlines / ".new-old", outlines / ".new-new"
+    for path in (old, new):
+        path.touch()
+    os.utime(old, (0, 0))
+    located.outlines["layer0.safetensors"].unlink()
+    assert user.locate("hf://o/long", LayerRange(1, 2)) == located
+    assert sorted(outlines.glob(".new-*")) == [new]
 
 
 def test_rows_of_an_outline_are_refused(user: HubUser, checkpoint: dict[str, bytes]) -> None:

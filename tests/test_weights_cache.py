@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -281,6 +282,26 @@ def test_a_disk_that_is_full_is_said_and_no_obstacle(cache: Path, caplog: pytest
     assert "File too large" in caplog.text
     assert entries(cache) == set()
     assert len(caplog.records) == 1
+
+
+def test_a_disk_that_fills_up_while_weights_load(
+    cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, calls = os.pwrite, iter(range(100))
+
+    def filling(descriptor: int, data: memoryview, offset: int) -> int:
+        if next(calls) == 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data, offset)
+
+    source = opened(LLAMA)
+    monkeypatch.setattr(os, "pwrite", filling)
+    model = load(source, cache)
+    assert model.memory().weights > 0
+    assert "No space left on device" in caplog.text
+    assert len(caplog.records) == 1
+    assert next(calls) == 6, "nothing more is written"
+    assert entries(cache) == set()
 
 
 def test_space_that_is_not_there_is_said_before_anything_is_written(

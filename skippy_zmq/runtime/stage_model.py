@@ -119,6 +119,7 @@ class StageModel:
                 progress(loading_from + done * (1 - loading_from))
 
         report = loading if progress is not None else None
+        # what is kept of the cache is that nobody removes the file as long as it is mapped
         with (
             cached_weights(source, layers, options, LLAMA_CPP_BUILD, checking) as (source, self._kept_weights),
             source.stage_files(layers, checking) as files,

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,9 +25,11 @@ log = logging.getLogger("skippy_zmq.sources")
 _FORMAT = 1
 _LENGTH_BYTES = 8
 _MOST_RECORD_BYTES = 4096
+_FIRST_BYTES = 128 << 10  # where the whole header usually is
 _GAP_BYTES = 64 << 10  # sooner read than asked around
 _REQUEST_BYTES = 128 << 10  # what could be read in the time that a request takes
 _ATTEMPTS = 2
+_LEFT_SECONDS = 86_400
 
 Span = tuple[int, int]  # offset in the file, length
 
@@ -46,6 +49,7 @@ def outline_of(hub: Hub, snapshot: Snapshot, name: str) -> Path | None:
         return None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(path.parent)
         descriptor, partial = tempfile.mkstemp(prefix=".new-", dir=path.parent)
     except OSError as error:
         log.warning("%s: no outline can be kept: %s", path.parent, error.strerror)
@@ -69,16 +73,25 @@ def outline_of(hub: Hub, snapshot: Snapshot, name: str) -> Path | None:
     return path
 
 
+def _remove_leftovers(folder: Path) -> None:
+    """What processes that were killed left there."""
+    for path in folder.glob(".new-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _LEFT_SECONDS:
+                path.unlink()
+
+
 def _write(hub: Hub, snapshot: Snapshot, name: str, descriptor: int, path: Path, size: int) -> bool:
     """Whether that was worth it."""
     where = f"{snapshot}/{name}"
-    length = _fetched(hub, snapshot, name, descriptor, [(0, _LENGTH_BYTES)])
-    if length is None:
+    first = _fetched(hub, snapshot, name, descriptor, [(0, min(size, _FIRST_BYTES))])
+    if first is None:
         return False
-    n_bytes = int.from_bytes(length[0], "little")
-    if n_bytes > min(size - _LENGTH_BYTES, MAX_HEADER_BYTES):
-        raise ModelFileError(f"{where}: wanted a header of at most {size - _LENGTH_BYTES} bytes, got {n_bytes}")
-    if _fetched(hub, snapshot, name, descriptor, [(_LENGTH_BYTES, n_bytes)]) is None:
+    n_bytes, most = int.from_bytes(first[0][:_LENGTH_BYTES], "little"), min(size - _LENGTH_BYTES, MAX_HEADER_BYTES)
+    if n_bytes > most:
+        raise ModelFileError(f"{where}: wanted a header of at most {most} bytes, got {n_bytes}")
+    rest = (len(first[0]), _LENGTH_BYTES + n_bytes - len(first[0]))
+    if rest[1] > 0 and _fetched(hub, snapshot, name, descriptor, [rest]) is None:
         return False
     spans = _merged(_sampled(path, where))
     if len(spans) * _REQUEST_BYTES + sum(length for _, length in spans) >= size:

@@ -72,7 +72,9 @@ class GgufWeights:
         self.pairs = pairs_of(model.header)
         self.tensors = [TensorEntry(t.name, t.type, t.shape, t.nbytes) for t in model.tensors]
         how = model.quantization
-        self.quantization = how and QuantizationFacts(recipe=how.recipe, imatrix_sha256=how.imatrix_sha256 or None)
+        self.quantization = (
+            None if how is None else QuantizationFacts(recipe=how.recipe, imatrix_sha256=how.imatrix_sha256 or None)
+        )
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256(self._model.identity().encode())

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import platform
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class Entry:
     """``own``: the stage's tensors, as the source has them. ``layout``: of the file, its checksums all zero.
 
     ``absent``: the other stages' tensors, as the second shard of the model; None where there are none. ``states``: of
-    ``files``, which the stage's tensors are made from.
+    ``files``, which the stage's tensors are made from, when it was ``seen_ns`` (nanoseconds since the epoch).
     """
 
     key: str
@@ -52,6 +53,7 @@ class Entry:
     absent: Layout | None
     files: tuple[Path, ...]
     states: tuple[FileState, ...]
+    seen_ns: int
 
     @property
     def size(self) -> int:
@@ -111,6 +113,7 @@ def planned_entry(source: GgufModel, layers: LayerRange, build: str) -> Entry | 
         pairs += split_pairs(0, 2, len(source.tensors))
         absent = part_layout(1, 2, len(source.tensors), _entries(others))
     files = tuple(sorted({path for tensor in own for path in source.origins[tensor.name]}))
+    seen_ns = time.time_ns()
     states = file_states(files)
     identity = {
         "format": _FORMAT,
@@ -121,7 +124,8 @@ def planned_entry(source: GgufModel, layers: LayerRange, build: str) -> Entry | 
         "machine": platform.machine(),  # rounding may be another
     }
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    return Entry(key, source, own, others, lay_out(pairs, _entries(own), source.alignment), absent, files, states)
+    layout = lay_out(pairs, _entries(own), source.alignment)
+    return Entry(key, source, own, others, layout, absent, files, states, seen_ns)
 
 
 def file_states(files: Sequence[Path]) -> tuple[FileState, ...]:

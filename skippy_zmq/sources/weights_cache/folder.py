@@ -98,7 +98,7 @@ class WeightsCache:
     def writer(self, entry: Entry) -> EntryWriter | None:
         """What makes the tensors of the entry and keeps them; None where that cannot be."""
         newest = max((changed for *_, changed in entry.states), default=0)
-        if time.time_ns() - newest <= SETTLED_NS:
+        if entry.seen_ns - newest <= SETTLED_NS:
             log.warning(
                 "weights are not kept in %s: their source was written only now; the next start can", self.folder
             )

@@ -38,6 +38,10 @@ class EntryWriter:
         self._offsets = {tensor.name: offset for tensor, offset in zip(entry.own, entry.layout.offsets, strict=True)}
         self._n_rows = dict.fromkeys(self._offsets, 0)  # written so far
         self._digests = {name: xxhash.xxh3_64() for name in self._offsets}
+        try:
+            os.ftruncate(descriptor, entry.size)  # so that others who look for room count all of it
+        except OSError as error:
+            self._give_up(f"{error.strerror}")
 
     def __call__(self, tensor: TensorInfo, first_row: int, n_rows: int) -> RowBytes:
         rows = self._make(tensor, first_row, n_rows)
@@ -60,7 +64,6 @@ class EntryWriter:
                 raise ModelFileError("their source changed while the stage was loading")
             checksums = [self._digests[tensor.name].hexdigest() for tensor in self._entry.own]
             _write(self._descriptor, memoryview(self._entry.header(checksums)), 0)
-            os.ftruncate(self._descriptor, self._entry.size)
             os.fsync(self._descriptor)
             self._partial.replace(self._path)
             _sync_folder(self._path.parent)
