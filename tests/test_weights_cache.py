@@ -266,8 +266,15 @@ def test_a_folder_that_cannot_be_written_is_said_and_no_obstacle(
     (tmp_path / "file").write_text("no folder")
     model = load(opened(LLAMA), tmp_path / "file" / "cache")
     assert model.memory().weights > 0
-    assert "weights are not kept in" in caplog.text
-    assert "Not a directory" in caplog.text
+    assert [record.getMessage() for record in caplog.records] == [
+        f"weights are not kept in {tmp_path / 'file' / 'cache'}: Not a directory"
+    ]
+
+
+def test_a_folder_in_which_nobody_can_make_files(caplog: pytest.LogCaptureFixture) -> None:
+    load(opened(LLAMA), Path("/proc/self/fdinfo"))
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith("weights are not kept in /proc/self/fdinfo: ")
 
 
 def test_a_disk_that_is_full_is_said_and_no_obstacle(cache: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -66,7 +66,7 @@ class WeightsCache:
         path = self.folder / f"{entry.key}.gguf"
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             if error.errno == errno.ELOOP:
@@ -92,7 +92,7 @@ class WeightsCache:
         with contextlib.suppress(OSError):  # in a folder that cannot be written nothing is removed either
             os.utime(descriptor, ns=(time.time_ns(), os.fstat(descriptor).st_mtime_ns))
         self.make_room(0)
-        log.info("weights of layers mapped from %s", path)
+        log.info("weights mapped from %s", path)
         return found
 
     def writer(self, entry: Entry) -> EntryWriter | None:
