@@ -60,14 +60,6 @@ def package_table(folder: Path, manifest: Manifest) -> list[str]:
     ]
 
 
-def _quantization(manifest: Manifest) -> list[str]:
-    facts = manifest.quantization
-    if facts is None:
-        return []
-    matrix = f", importance matrix sha256 {facts.imatrix_sha256}" if facts.imatrix_sha256 else ""
-    return [f"quantized to {facts.recipe}{matrix}"]
-
-
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:
     numbers = (2, 3)
     cells = [
@@ -75,6 +67,14 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
         for column, (cell, width) in enumerate(zip(row, widths, strict=True))
     ]
     return "  ".join(cells).rstrip()
+
+
+def _quantization(manifest: Manifest) -> list[str]:
+    facts = manifest.quantization
+    if facts is None:
+        return []
+    matrix = f", importance matrix sha256 {facts.imatrix_sha256}" if facts.imatrix_sha256 else ""
+    return [f"quantized to {facts.recipe}{matrix}"]
 
 
 def _types(tensors: Sequence[TensorEntry]) -> str:

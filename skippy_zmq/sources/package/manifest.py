@@ -73,7 +73,7 @@ class QuantizationFacts(BaseModel):
 
     model_config = _STRICT
 
-    recipe: _Label
+    recipe: Annotated[str, StringConstraints(pattern=r"^[A-Z0-9_]{1,64}\z")]
     imatrix_sha256: Sha256 | None = None
 
 
