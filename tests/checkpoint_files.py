@@ -372,3 +372,17 @@ CASES: dict[str, Case] = {
         _dense(tied=True),
     ),
 }
+
+
+def wide(ffn: int, *, hidden: int = 256, layers: int = 3) -> Case:
+    """A Llama whose rows fit K-quants; larger than the others where ``ffn`` is."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, hidden)}
+    for layer in range(layers):
+        name = f"model.layers.{layer}"
+        shapes |= {f"{name}.{norm}.weight": (hidden,) for norm in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {f"{name}.self_attn.{kind}_proj.weight": (hidden, hidden) for kind in "qkvo"}
+        shapes |= {f"{name}.mlp.{kind}_proj.weight": (ffn, hidden) for kind in ("gate", "up")}
+        shapes[f"{name}.mlp.down_proj.weight"] = (hidden, ffn)
+    shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (VOCABULARY, hidden)}
+    sizes = {"hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers}
+    return Case(_config("LlamaForCausalLM", "llama", **sizes, num_key_value_heads=HEADS), shapes)

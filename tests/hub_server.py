@@ -58,6 +58,7 @@ class HubServer:
         self.faults: dict[str, list[str | int]] = {}
         self.requests: list[Request] = []
         self.listing: dict[str, Any] | bytes | None = None  # in place of every list of files
+        self.sends_parts = True  # or else whole files, whatever is asked for
         self.held = threading.Event()  # transfers wait for it
         self.held.set()
         self.started = threading.Semaphore(0)  # counts transfers
@@ -201,7 +202,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             data = data_or_none
         wanted = self.headers.get("range", "")
-        if wanted:
+        if wanted and self.owner.sends_parts:
             low, _, high = wanted.removeprefix("bytes=").partition("-")
             part = data[int(low) : int(high) + 1 if high else len(data)]
             headers = {**headers, "Content-Range": f"bytes {low}-{int(low) + len(part) - 1}/{len(data)}"}

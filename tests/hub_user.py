@@ -29,8 +29,8 @@ class HubUser:
         values = {"endpoint": self.server.endpoint, "cache": self.directory / "hub", "token": TOKEN}
         return Hub(**{**values, "progress": False, "note": self.notes.append, **arguments})
 
-    def locate(self, model: str, layers: Any = None, *, partial_checkpoint: bool = False, **hub: Any) -> LocatedModel:
-        return locate(model, layers, open_hub=lambda: self.hub(**hub), partial_checkpoint=partial_checkpoint)
+    def locate(self, model: str, layers: Any = None, **hub: Any) -> LocatedModel:
+        return locate(model, layers, open_hub=lambda: self.hub(**hub))
 
     def environment(self, **more: str) -> dict[str, str]:
         own = {"HF_ENDPOINT": self.server.endpoint, "HF_HOME": str(self.directory), "HF_TOKEN": TOKEN}

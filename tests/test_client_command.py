@@ -110,6 +110,8 @@ OPTIONS: dict[str, object] = {
     "host_buffer": False,
     "quant": "Q4_K_M",
     "imatrix": "im.dat",
+    "weights_cache": "kept",
+    "weights_cache_bytes": 1 << 30,
     "reproducible": True,
     "chunk_policy": "fixed",
     "chunk_sizes": (32,),

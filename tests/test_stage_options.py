@@ -60,6 +60,8 @@ SETTINGS: dict[str, tuple[list[str], Any, Any]] = {
     "host_buffer": (["--no-host-buffer"], False, False),
     "quant": (["--quant", "q4_k_m"], "Q4_K_M", "Q4_K_M"),
     "imatrix": (["--imatrix", "im.dat"], "im.dat", "im.dat"),
+    "weights_cache": (["--weights-cache", "kept"], "kept", "kept"),
+    "weights_cache_bytes": (["--weights-cache-bytes", "2T"], "2 TiB", 2 << 40),
     "chunk_policy": (["--chunk-policy", "schedule"], "schedule", "schedule"),
     "chunk_sizes": (["--chunk-sizes", "64, 128"], [64, 128], (64, 128)),
     "chunk_target_ms": (["--chunk-target-ms", "50"], 50, 50),

@@ -235,13 +235,21 @@ _LOAD = """
     source = as_checkpoint(Path(sys.argv[2]))
     recipe = recipe_named(sys.argv[3])
     model = source if recipe is None else quantized(source, recipe, threads=2)
+    cache = sys.argv[6] if len(sys.argv) > 6 else None
+    if cache is not None:
+        from dataclasses import replace
+        from skippy_zmq.sources.weights_cache import folder
+        folder.SETTLED_NS = -(2**62)
+        model = replace(model, origins={tensor.name: (Path(sys.argv[2]),) for tensor in source.tensors})
     peak = 0
     def progress(done):
         global peak
         peak = max(peak, status("VmHWM"))
     before = status("VmRSS")
     layers = LayerRange(int(sys.argv[4]), int(sys.argv[5]))
-    options = StageOptions(lanes=1, threads=1, ctx_size=64, batch_size=8, ubatch_size=8)
+    options = StageOptions(
+        lanes=1, threads=1, ctx_size=64, batch_size=8, ubatch_size=8, weights_cache=cache
+    )
     stage = StageModel(model, layers, options, progress=progress)
     print(peak - before, stage.native_model.own_bytes, max(tensor.nbytes for tensor in source.tensors))
 """
@@ -251,9 +259,23 @@ _LOAD = """
 @pytest.mark.parametrize(("start", "end"), [(0, 4), (1, 3)])
 def test_peak_memory(recipe: str, start: int, end: int, large: Path) -> None:
     """At most the stage's weights and three times the largest source tensor."""
-    script = [sys.executable, "-c", dedent(_LOAD), str(Path(__file__).parent)]
-    command = [*script, str(large), recipe, str(start), str(end)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    peak, weights, largest = map(int, done.stdout.split())
+    peak, weights, largest = _peak(large, recipe, start, end)
     assert largest < weights
     assert weights < peak <= weights + 3 * largest
+
+
+def test_peak_memory_while_weights_are_kept_and_when_they_are_mapped(large: Path, tmp_path: Path) -> None:
+    first, weights, largest = _peak(large, "Q8_0", 1, 3, str(tmp_path / "cache"))
+    assert weights < first <= weights + 3 * largest
+    second, *_ = _peak(large, "Q8_0", 1, 3, str(tmp_path / "cache"))
+    assert second < largest  # nothing is copied, and what is checked is not kept in memory
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def _peak(model: Path, recipe: str, start: int, end: int, *cache: str) -> tuple[int, int, int]:
+    """Memory that a load took, bytes of the stage's weights, and of the largest source tensor."""
+    script = [sys.executable, "-c", dedent(_LOAD), str(Path(__file__).parent)]
+    command = [*script, str(model), recipe, str(start), str(end), *cache]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    peak, weights, largest = map(int, done.stdout.split())
+    return peak, weights, largest

@@ -14,8 +14,10 @@ from tqdm import tqdm
 
 from skippy_zmq.errors import SkippyError
 from skippy_zmq.package.report import package_json, package_table
+from skippy_zmq.runtime.opening import open_with_options
+from skippy_zmq.runtime.options import check_options
+from skippy_zmq.runtime.recipes import PRESERVE
 from skippy_zmq.sources.hub import Hub
-from skippy_zmq.sources.models import open_located
 from skippy_zmq.sources.package.building import build_package
 from skippy_zmq.sources.package.composing import compose
 from skippy_zmq.sources.package.opening import open_package
@@ -44,6 +46,18 @@ def parser() -> argparse.ArgumentParser:
     build.add_argument("output", type=Path, metavar="OUT", help="the folder of the package")
     build.add_argument(
         "--mmproj", type=Path, action="append", default=[], metavar="FILE", help="a projector to add (repeatable)"
+    )
+    build.add_argument(
+        "--quant",
+        default=PRESERVE,
+        metavar="RECIPE",
+        help="types of a checkpoint's weights: preserve (default), or a recipe of llama-quantize like Q4_K_M",
+    )
+    build.add_argument(
+        "--imatrix",
+        default="",
+        metavar="FILE",
+        help="importance matrix for --quant; a relative path is relative to the checkpoint's folder",
     )
     inspect = commands.add_parser("inspect", help="show what is in a package; reads the manifest only")
     inspect.add_argument("package", type=Path, metavar="PACKAGE")
@@ -79,8 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    located = locate(arguments.model, open_hub=partial(Hub, progress=arguments.progress))
-    source = GgufWeights(open_located(located))
+    options = check_options({"quant": arguments.quant, "imatrix": arguments.imatrix}, "options")
+    located = locate(arguments.model, open_hub=partial(Hub, progress=arguments.progress), beside=arguments.imatrix)
+    source = GgufWeights(open_with_options(located, options))
     with _bar(arguments, "building") as (begin, progress):
         manifest = build_package(source, arguments.output, arguments.mmproj, begin=begin, progress=progress)
     size = sum(part.size for part in manifest.parts)

@@ -25,6 +25,7 @@ def package_json(folder: Path, manifest: Manifest) -> dict[str, Any]:
         "n_layers": manifest.n_layers,
         "n_tensors": len(manifest.tensors),
         "identity": manifest.identity,
+        "quantization": manifest.quantization and manifest.quantization.model_dump(exclude_none=True),
         "size": sum(part.size for part in manifest.parts),
         "parts": [
             part.model_dump(exclude_none=True) | {"present": _present(folder, part.path, part.size)}
@@ -51,6 +52,7 @@ def package_table(folder: Path, manifest: Manifest) -> list[str]:
     return [
         f"{manifest.name}: {manifest.architecture}, {manifest.n_layers} layers, {len(manifest.tensors)} tensors",
         f"identity {manifest.identity}",
+        *_quantization(manifest),
         "",
         *(_line(row, widths) for row in rows),
         "",
@@ -65,6 +67,14 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
         for column, (cell, width) in enumerate(zip(row, widths, strict=True))
     ]
     return "  ".join(cells).rstrip()
+
+
+def _quantization(manifest: Manifest) -> list[str]:
+    facts = manifest.quantization
+    if facts is None:
+        return []
+    matrix = f", importance matrix sha256 {facts.imatrix_sha256}" if facts.imatrix_sha256 else ""
+    return [f"quantized to {facts.recipe}{matrix}"]
 
 
 def _types(tensors: Sequence[TensorEntry]) -> str:

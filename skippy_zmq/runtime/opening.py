@@ -25,6 +25,8 @@ def open_with_options(located: LocatedModel, options: StageOptions) -> GgufModel
     if recipe is None and options.imatrix:
         raise OptionError("imatrix: wanted a recipe beside it (--quant), which it is for")
     source = open_located(located)
+    if options.weights_cache and source.rows is None:
+        raise OptionError(f"weights_cache: {located.path} is no checkpoint; weights of a file are mapped as they are")
     if recipe is None:
         return source
     if source.rows is None:

@@ -85,6 +85,17 @@ class StageOptions(BaseModel):
     imatrix: str = Field(
         "", description="importance matrix for --quant; a relative path is relative to the checkpoint's folder"
     )
+    weights_cache: str | None = Field(
+        None,
+        description="folder that keeps the tensors this stage makes of a checkpoint; the next start maps them, for "
+        "example --quant Q4_K_M --weights-cache /var/cache/skippy (default: none)",
+    )
+    weights_cache_bytes: int = Field(
+        128 << 30,
+        ge=0,
+        le=1 << 60,
+        description="most bytes in that folder: what was not used for longest goes; K, M, G, T allowed (default: 128G)",
+    )
     mmap: bool = Field(True, description="use weights where the file is mapped instead of copying them")
     mlock: bool = Field(False, description="copy this stage's weights and keep the copy from being swapped out")
     direct_io: bool = Field(False, description="read weights past the page cache; only with all layers in one stage")
@@ -137,7 +148,7 @@ class StageOptions(BaseModel):
         "the stage is pinned to a core per thread, else 0)",
     )
 
-    @field_validator("kv_cache_bytes", mode="before")
+    @field_validator("kv_cache_bytes", "weights_cache_bytes", mode="before")
     @classmethod
     def _bytes(cls, value: object) -> object:
         if isinstance(value, str) and (match := re.fullmatch(r"(\d{1,15})\s*([KMGT]?)(?:i?B)?", value.strip(), re.I)):
@@ -284,7 +295,14 @@ _ALIASES: dict[str, tuple[str, ...]] = {
 }
 
 
-_METAVARS = {"quant": "RECIPE", "imatrix": "FILE"}
+_METAVARS = {
+    "quant": "RECIPE",
+    "imatrix": "FILE",
+    "kv_cache_bytes": "SIZE",
+    "kv_cache_dir": "DIR",
+    "weights_cache": "DIR",
+    "weights_cache_bytes": "SIZE",
+}
 _SCHEDULING = frozenset(
     {
         "chunk_policy",
@@ -314,8 +332,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             shown = {True: "on", False: "off"}.get(shown, shown) if isinstance(shown, bool) else shown
             text += f" (default: {shown})"
         kind = field.annotation
-        if name in ("kv_cache_bytes", "kv_cache_dir"):
-            group.add_argument(*flags, default=None, metavar="SIZE" if kind is int else "DIR", help=text, dest=name)
+        if name in _METAVARS:
+            group.add_argument(*flags, default=None, metavar=_METAVARS[name], help=text, dest=name)
         elif kind is bool:
             group.add_argument(*flags, action=argparse.BooleanOptionalAction, default=None, help=text, dest=name)
         elif get_origin(kind) is Literal:
@@ -323,8 +341,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             group.add_argument(*flags, choices=choices, default=None, help=text, dest=name)
         elif get_origin(kind) is tuple:
             group.add_argument(*flags, default=None, metavar="A,B", help=text, dest=name)
-        elif kind is str:
-            group.add_argument(*flags, default=None, metavar=_METAVARS[name], help=text, dest=name)
         else:
             group.add_argument(*flags, type=int, default=None, metavar="N", help=text, dest=name)
 

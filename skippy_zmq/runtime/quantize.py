@@ -14,7 +14,7 @@ from skippy_zmq.errors import ModelFileError, OptionError
 from skippy_zmq.runtime.recipes import Recipe
 from skippy_zmq.sources.ggml_types import BF16, F16, F32, type_name
 from skippy_zmq.sources.gguf_header import TensorInfo
-from skippy_zmq.sources.gguf_model import GgufModel, RowBytes, RowSource, open_header
+from skippy_zmq.sources.gguf_model import GgufModel, Quantization, RowBytes, RowSource, open_header
 from skippy_zmq.sources.gguf_values import UINT32, shown
 from skippy_zmq.sources.gguf_writer import encoded, encoded_values, header_bytes
 from skippy_zmq.sources.imatrix import ImportanceMatrix
@@ -78,7 +78,14 @@ def quantized(
     matrix = "" if imatrix is None else imatrix.sha256
     content = hashlib.sha256(f"{source.content} {recipe.name} {matrix}".encode()).hexdigest()
     rows = _QuantizedRows({tensor.name: tensor for tensor in source.tensors}, source.rows, importances, threads)
-    return open_header(source.path, header_bytes(values, table, source.header.alignment), rows, content)
+    return open_header(
+        source.path,
+        header_bytes(values, table, source.header.alignment),
+        rows,
+        content,
+        origins=source.origins,
+        quantization=Quantization(recipe.name, matrix),
+    )
 
 
 def quantize_rows(

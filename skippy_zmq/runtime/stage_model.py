@@ -13,6 +13,7 @@ from skippy_zmq import _native
 from skippy_zmq.errors import ModelFileError, NativeError, OptionError, ProtocolError, RequestError
 from skippy_zmq.kv.layout import LayerRows as KvLayerRows
 from skippy_zmq.runtime import kv_pages
+from skippy_zmq.runtime.cached_weights import cached_weights
 from skippy_zmq.runtime.options import StageOptions
 from skippy_zmq.sources.gguf_model import GgufModel
 from skippy_zmq.topology import LayerRange
@@ -118,7 +119,11 @@ class StageModel:
                 progress(loading_from + done * (1 - loading_from))
 
         report = loading if progress is not None else None
-        with source.stage_files(layers, checking) as files:
+        # what is kept of the cache is that nobody removes the file as long as it is mapped
+        with (
+            cached_weights(source, layers, options, LLAMA_CPP_BUILD, checking) as (source, self._kept_weights),
+            source.stage_files(layers, checking) as files,
+        ):
             try:
                 if source.rows is None:
                     index = {path: number for number, path in enumerate(source.files)}

@@ -41,11 +41,20 @@ RowSource = Callable[[TensorInfo, int, int], RowBytes]
 
 
 @dataclass(frozen=True, slots=True)
+class Quantization:
+    """How a model is quantized: the name of the recipe, and the SHA-256 of the importance matrix's file or nothing."""
+
+    recipe: str
+    imatrix_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
 class GgufModel:
     """A checked model. ``path`` is the file that was opened; ``files`` are all of its files, in shard order.
 
     A model that is made while it loads has no files: ``rows`` makes its tensors, and ``content`` (a hash of what they
-    are made from) stands for their bytes in the identity.
+    are made from) stands for their bytes in the identity. ``origins``: by tensor name, the files that its rows are read
+    from; None where that is not known. ``quantization``: None where tensors keep the types of their source.
 
     ``metadata`` holds the scalars; ``array`` decodes an array. ``n_blocks`` counts all blocks, ``n_layers`` those a
     pipeline runs (without the blocks that only predict further tokens). ``n_positions``: the positions of a learned
@@ -70,6 +79,8 @@ class GgufModel:
     _first: GgufHeader
     rows: RowSource | None
     content: str | None
+    origins: Mapping[str, tuple[Path, ...]] | None
+    quantization: Quantization | None
 
     @property
     def header(self) -> GgufHeader:
@@ -178,13 +189,22 @@ def open_model(path: str | Path) -> GgufModel:
     return GgufModel(**model_fields(path, tuple(header.path for header in headers), headers[0], tensors))
 
 
-def open_header(path: Path, header: bytes, rows: RowSource, content: str) -> GgufModel:
+def open_header(
+    path: Path,
+    header: bytes,
+    rows: RowSource,
+    content: str,
+    *,
+    origins: Mapping[str, tuple[Path, ...]] | None = None,
+    quantization: Quantization | None = None,
+) -> GgufModel:
     """A model of which only the header exists; ``rows`` makes the tensors of a stage while it loads.
 
     ``path`` names its origin; ``content``: a hash of what the tensors are made from. Checks and raises as open_model.
     """
     first = parse_header_bytes(path, header)
-    return GgufModel(**model_fields(path, (), first, first.tensors) | {"rows": rows, "content": content})
+    made = {"rows": rows, "content": content, "origins": origins, "quantization": quantization}
+    return GgufModel(**model_fields(path, (), first, first.tensors) | made)
 
 
 def model_fields(
@@ -215,6 +235,8 @@ def model_fields(
         "_first": first,
         "rows": None,
         "content": None,
+        "origins": None,
+        "quantization": None,
     }
 
 

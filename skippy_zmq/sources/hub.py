@@ -11,6 +11,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ log = logging.getLogger("skippy_zmq.sources")
 DEFAULT_REVISION = "main"
 COMMIT = re.compile(r"[0-9a-f]{40}\Z")
 _LISTING_SECONDS = 10.0
+_REQUESTS_AT_ONCE = 16
+_PARTIAL_CONTENT = 206
 _ATTEMPTS = 2  # of a file that arrives damaged; huggingface_hub itself goes on after a lost connection
 _NETWORK_LIBRARIES = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 _MOST_NAMES_SHOWN = 10
@@ -151,30 +154,79 @@ class Hub:
 
     def head(self, snapshot: Snapshot, name: str, nbytes: int) -> bytes:
         """The first ``nbytes`` of a file, or all of a shorter one, without keeping it; errors as of ``fetch``."""
-        from huggingface_hub import get_hf_file_metadata, hf_hub_url
-        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
-
         path = self.cached(snapshot, name)
         if path is not None:
             with path.open("rb") as file:
                 return file.read(nbytes)
+        with _translated(f"{snapshot}/{name}", self.endpoint):
+            data, _ = self._read(self._address(snapshot, name), 0, nbytes)
+        return data[:nbytes]
+
+    def spans(self, snapshot: Snapshot, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes] | None:
+        """The bytes of a file at these (offset, length), without keeping them; None where the hub has no part of it.
+
+        Some hubs send whole files only. Errors as of ``fetch``.
+        """
+        what = f"{snapshot}/{name}"
+        with _translated(what, self.endpoint):
+            address = self._address(snapshot, name)
+
+        def read(span: tuple[int, int]) -> bytes | None:
+            start, length = span
+            with _translated(what, self.endpoint):
+                data, is_part = self._read(address, start, length)
+            if is_part and len(data) != length:
+                raise RetryableError(f"{what}: wanted {length} bytes from byte {start}, got {len(data)}")
+            return data if is_part else None
+
+        with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
+            try:
+                found = []
+                for data in pool.map(read, spans):
+                    if data is None:
+                        return None
+                    found.append(data)
+                return found
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def outline_path(self, snapshot: Snapshot, name: str) -> Path | None:
+        """Where an outline of a file belongs; None where it is not known by a hash."""
+        file = next((file for file in snapshot.files if file.name == name), None)
+        known_by = "" if file is None else file.sha256 or file.blob
+        return self._records(snapshot.repository).outline(known_by) if known_by else None
+
+    def _address(self, snapshot: Snapshot, name: str) -> tuple[str, dict[str, str]]:
+        """Where the bytes of a file are, and the headers to ask for them with."""
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+        from huggingface_hub.utils import build_hf_headers
+
         if snapshot.offline:
             raise ModelFileError(f"{snapshot}: {name} is not in the cache, and the hub is not asked")
         headers = build_hf_headers(token=self._token)
-        with _translated(f"{snapshot}/{name}", self.endpoint):
-            url = hf_hub_url(snapshot.repository, name, revision=snapshot.commit, endpoint=self.endpoint)
-            target = get_hf_file_metadata(url, token=self._token, endpoint=self.endpoint).location
-            if _host(target) != _host(url):
-                headers.pop("authorization", None)  # a signed address of another host: it must not learn the token
-            headers |= {"Range": f"bytes=0-{nbytes - 1}", "Accept-Encoding": "identity"}
-            data = bytearray()
-            with get_session().stream("GET", target, headers=headers, timeout=_LISTING_SECONDS) as response:
-                hf_raise_for_status(response)
+        url = hf_hub_url(snapshot.repository, name, revision=snapshot.commit, endpoint=self.endpoint)
+        target = get_hf_file_metadata(url, token=self._token, endpoint=self.endpoint).location
+        if _host(target) != _host(url):
+            headers.pop("authorization", None)  # a signed address of another host: it must not learn the token
+        return target, headers
+
+    def _read(self, address: tuple[str, dict[str, str]], start: int, nbytes: int) -> tuple[bytes, bool]:
+        """Bytes from ``start`` on, at most one block too many, and whether only they were sent."""
+        from huggingface_hub.utils import get_session, hf_raise_for_status
+
+        target, headers = address
+        headers = headers | {"Range": f"bytes={start}-{start + nbytes - 1}", "Accept-Encoding": "identity"}
+        data = bytearray()
+        with get_session().stream("GET", target, headers=headers, timeout=_LISTING_SECONDS) as response:
+            hf_raise_for_status(response)
+            sent = response.headers.get("content-range", "")
+            is_part = response.status_code == _PARTIAL_CONTENT and sent.startswith(f"bytes {start}-")
+            if is_part or start == 0:
                 for block in response.iter_bytes():  # a server may send the whole file all the same
                     data += block
                     if len(data) >= nbytes:
                         break
-            return bytes(data[:nbytes])
+        return bytes(data), is_part
 
     def _records(self, repository: str) -> Records:
         return Records(self.cache / ("models--" + repository.replace("/", "--")), self.endpoint)

@@ -132,6 +132,10 @@ class Records:
             _write(record, state)
         return ""
 
+    def outline(self, known_by: str) -> Path:
+        """Where the outline of a file with this hash belongs."""
+        return self._own / "outlines" / f"{hashlib.sha256(known_by.encode()).hexdigest()}.safetensors"
+
     def _ref(self, revision: str) -> Path:
         key = hashlib.sha256(f"{self._endpoint}\0{revision}".encode()).hexdigest()
         return self._own / f"ref-{key}.json"

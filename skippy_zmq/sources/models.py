@@ -27,5 +27,5 @@ def open_located(located: LocatedModel) -> GgufModel:
     if located.kind == "checkpoint":
         from skippy_zmq.sources.checkpoint.checkpoint import open_checkpoint  # numpy and gguf, which files need not
 
-        return open_checkpoint(located.path).model()
+        return open_checkpoint(located.path, located.outlines).model()
     return gguf_model.open_model(located.path)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
@@ -18,6 +18,7 @@ from skippy_zmq.errors import ModelFileError, RetryableError, UserError
 from skippy_zmq.sources.gguf_header import MAX_HEADER_BYTES, parse_header
 from skippy_zmq.sources.gguf_values import shown
 from skippy_zmq.sources.hub import DEFAULT_REVISION, Hub, Snapshot
+from skippy_zmq.sources.hub_outlines import outline_of
 from skippy_zmq.sources.needed_files import (
     CHECKPOINT_CONFIG,
     CHECKPOINT_INDEX,
@@ -61,13 +62,15 @@ class HubReference:
 class LocatedModel:
     """``path``: what to open on this machine. ``revision``: repository and commit, empty for a local path.
 
-    ``reference``: the same model for another process, which will not resolve a branch once more.
+    ``reference``: the same model for another process, which will not resolve a branch once more. ``outlines``: of a
+    checkpoint of which only a stage's weight files were fetched, by name, what stands for the others.
     """
 
     path: Path
     kind: Kind
     reference: str
     revision: str = ""
+    outlines: Mapping[str, Path] = field(default_factory=dict)
 
 
 def parse_reference(text: str) -> HubReference | None:
@@ -97,13 +100,12 @@ def locate(
     layers: LayerRange | None = None,
     *,
     open_hub: Callable[[], Hub] = Hub,
-    partial_checkpoint: bool = False,
     beside: str = "",
 ) -> LocatedModel:
     """The model as files on this machine, fetched if need be.
 
-    ``layers``: only the files of that stage: of a package its parts; of a checkpoint, with ``partial_checkpoint``, its
-    weight files. ``beside``: a further file to fetch where the checkpoint has it, relative to its folder (an importance
+    ``layers``: only the files of that stage: of a package its parts; of a checkpoint its weight files, and outlines of
+    the others. ``beside``: a further file to fetch where the checkpoint has it, relative to its folder (an importance
     matrix). Raises ModelFileError for a reference or model that is none, RetryableError where the network failed.
     """
     reference = parse_reference(str(model))
@@ -119,8 +121,18 @@ def locate(
         manifest = hub.fetch(snapshot, [main])[main].read_bytes()
         files = [prefix + part for part in package_parts(manifest, f"{snapshot}/{main}", layers)]
     else:
-        stage = layers if partial_checkpoint else None
-        files = _fetch_metadata(hub, snapshot, prefix, beside) + _weights(snapshot, main, prefix, stage)
+        files = _fetch_metadata(hub, snapshot, prefix, beside) + _weights(snapshot, main, prefix, layers)
+        outlines: dict[str, Path] = {}
+        for name in sorted(set(_weights(snapshot, main, prefix, None)) - set(files)):
+            if hub.cached(snapshot, name):
+                continue
+            outlined = outline_of(hub, snapshot, name)
+            if outlined is None:
+                files.append(name)
+            else:
+                outlines[name.removeprefix(prefix)] = outlined
+        hub.fetch(snapshot, files)
+        return replace(_located(snapshot, kind, main), outlines=outlines)
     hub.fetch(snapshot, files)
     return _located(snapshot, kind, main)
 

@@ -16,7 +16,6 @@ from skippy_zmq.sources.checkpoint.folder import find_files, read_tables
 from skippy_zmq.sources.checkpoint.metadata import Entry, Metadata, text, u32
 from skippy_zmq.sources.checkpoint.rope import read_rope, require_whole_heads
 from skippy_zmq.sources.checkpoint.rows import Rows, read_rows, sample
-from skippy_zmq.sources.checkpoint.safetensors_table import SourceTensor
 from skippy_zmq.sources.checkpoint.tensors import CheckpointTensor, plan_tensors
 from skippy_zmq.sources.checkpoint.tokenizer import tokenizer_metadata
 from skippy_zmq.sources.gguf_header import TensorInfo
@@ -26,7 +25,6 @@ from skippy_zmq.sources.gguf_writer import encoded, encoded_array, header_bytes
 
 # Part of what a checkpoint is known by: another number where the same files give other tensors.
 _FORMAT = b"skippy-zmq checkpoint 1\0"
-_SAMPLE_BYTES = 256
 _QUANTIZATION_VERSION = 2  # GGML_QNT_VERSION
 _FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}  # llama.cpp's LLAMA_FTYPE of a model in mostly this type
 
@@ -65,7 +63,7 @@ class Checkpoint:
             source = sources[name]
             for part in (name.encode(), source.dtype.encode(), b"".join(map(U64.pack, source.shape))):
                 digest.update(U64.pack(len(part)) + part)
-            for start, length in _samples(source):
+            for start, length in source.samples:
                 digest.update(sample(source.path, source.offset + start, length))
         for tensor in self.tensors.values():
             if tensor.values is not None:
@@ -78,16 +76,22 @@ class Checkpoint:
         def rows(tensor: TensorInfo, first_row: int, n_rows: int) -> Rows:
             return self.rows(tensor.name, first_row, n_rows)
 
-        return open_header(self.path, self.header(), rows, self.content())
+        origins = {
+            tensor.name: tuple(sorted({segment.source.path for segment in tensor.segments}))
+            for tensor in self.tensors.values()
+        }
+        return open_header(self.path, self.header(), rows, self.content(), origins=origins)
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | Path, outlines: Mapping[str, Path] = MappingProxyType({})) -> Checkpoint:
     """Open a folder with config.json and safetensors files, one such file, or an index of them; read no weights.
 
-    Raise ModelFileError with one line that names the file, the thing, what was wanted and what was got.
+    ``outlines``: files in place of those that the index lists under these names, with the same table and samples, but
+    none of their weights. Raise ModelFileError with one line that names the file, the thing, what was wanted and what
+    was got.
     """
     path = Path(path).absolute()  # a model is called by the last part of its path
-    files = find_files(path)
+    files = find_files(path, outlines)
     family, config = family_of(read_config(files.folder))
     sources = read_tables(files)
     rope = read_rope(config, family.scalings, per_layer_type=family.per_layer_rope)
@@ -117,11 +121,3 @@ def _file_type(tensors: tuple[CheckpointTensor, ...]) -> int:
         if tensor.segments and len(tensor.segments[0].source.shape) > 1:
             return _FILE_TYPES[tensor.segments[0].source.dtype]
     return _FILE_TYPES["F32"]
-
-
-def _samples(source: SourceTensor) -> tuple[tuple[int, int], ...]:
-    if source.nbytes <= 3 * _SAMPLE_BYTES:
-        return ((0, source.nbytes),)
-    return tuple(
-        (start, _SAMPLE_BYTES) for start in (0, (source.nbytes - _SAMPLE_BYTES) // 2, source.nbytes - _SAMPLE_BYTES)
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from skippy_zmq.errors import ModelFileError
 from skippy_zmq.sources.checkpoint.json_file import read_object
@@ -20,20 +21,27 @@ _MAX_INDEX_BYTES = 128 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFiles:
-    """``folder`` holds the metadata. ``index`` and where it says tensors are: None where one file holds all weights."""
+    """``folder`` holds the metadata. ``index`` and where it says tensors are: None where one file holds all weights.
+
+    ``outlines``: those of ``weights`` that hold no weights.
+    """
 
     folder: Path
     weights: tuple[Path, ...]
     index: Path | None = None
     listed: Mapping[str, Path] | None = None
+    outlines: frozenset[Path] = frozenset()
 
 
-def find_files(path: Path) -> CheckpointFiles:
-    """The files of the checkpoint at ``path``; raise ModelFileError where they are missing or ambiguous."""
+def find_files(path: Path, outlines: Mapping[str, Path] = MappingProxyType({})) -> CheckpointFiles:
+    """The files of the checkpoint at ``path``; raise ModelFileError where they are missing or ambiguous.
+
+    ``outlines``: by a name that an index lists, the file to take instead.
+    """
     if path.is_dir():
         index, single = path / INDEX_NAME, path / SINGLE_NAME
         if index.exists():
-            files = _indexed(path, index)
+            files = _indexed(path, index, outlines)
             if single.exists() and single not in files.weights:
                 raise ModelFileError(
                     f"{path}: both {SINGLE_NAME} and {INDEX_NAME}, which does not list it, may hold the weights; "
@@ -46,10 +54,10 @@ def find_files(path: Path) -> CheckpointFiles:
     if not path.exists():
         raise ModelFileError(f"{path}: no such file")
     if path.name.endswith(".index.json"):
-        return _indexed(path.parent, path)
+        return _indexed(path.parent, path, outlines)
     index = path.parent / INDEX_NAME
     if index.exists():
-        files = _indexed(path.parent, index)
+        files = _indexed(path.parent, index, outlines)
         if path.absolute() in [part.absolute() for part in files.weights]:
             return files
     return CheckpointFiles(path.parent, (path,))
@@ -59,7 +67,7 @@ def read_tables(files: CheckpointFiles) -> dict[str, SourceTensor]:
     """All tensors by name; raise ModelFileError for one that is in two files, or not where the index says."""
     tensors: dict[str, SourceTensor] = {}
     for part in files.weights:
-        for tensor in read_table(part):
+        for tensor in read_table(part, fetched=part not in files.outlines):
             first = tensors.setdefault(tensor.name, tensor)
             if first is not tensor:
                 raise ModelFileError(f"{part}: tensor {shown(tensor.name)} is also in {first.path}")
@@ -86,7 +94,7 @@ def safe_part(folder: Path, name: object, where: Path) -> Path:
     return path
 
 
-def _indexed(folder: Path, index: Path) -> CheckpointFiles:
+def _indexed(folder: Path, index: Path, outlines: Mapping[str, Path]) -> CheckpointFiles:
     weight_map = read_object(index, _MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelFileError(f"{index}: weight_map: wanted a map of tensor names to file names")
@@ -95,11 +103,12 @@ def _indexed(folder: Path, index: Path) -> CheckpointFiles:
         if not isinstance(name, str):
             raise ModelFileError(f"{index}: weight_map: wanted file names, got {shown(str(name))}")
         if name not in parts:
-            parts[name] = safe_part(folder, name, index)
+            parts[name] = outlines[name] if name in outlines else safe_part(folder, name, index)
         if len(parts) > MAX_SHARDS:
             raise ModelFileError(f"{index}: wanted at most {MAX_SHARDS} files")
     listed = {tensor: parts[name] for tensor, name in weight_map.items()}
-    return CheckpointFiles(folder, tuple(sorted(set(parts.values()))), index, listed)
+    absent = frozenset(outlines[name] for name in parts if name in outlines)
+    return CheckpointFiles(folder, tuple(sorted(set(parts.values()))), index, listed, absent)
 
 
 def _check_index(index: Path, listed: Mapping[str, Path], tensors: Mapping[str, SourceTensor]) -> None:

@@ -83,6 +83,11 @@ def _interleaved(rows: Rows, heads: int) -> Rows:
 
 
 def _read_source(source: SourceTensor, first_row: int, out: Rows) -> None:
+    if not source.fetched:
+        raise ModelFileError(
+            f"{source.path}: tensor {shown(source.name)}: only the outline of this file was fetched, as for a stage "
+            "that does not need it"
+        )
     try:
         descriptor = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:

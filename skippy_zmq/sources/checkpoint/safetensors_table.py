@@ -22,6 +22,7 @@ from skippy_zmq.sources.gguf_values import shown
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 16
 MAX_EXTENT = 2**53
+_SAMPLE_BYTES = 256
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
 
@@ -37,7 +38,10 @@ DTYPE_BITS: dict[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """``shape``: outermost dimension first; ``offset``: bytes from the start of the file ``path``."""
+    """``shape``: outermost dimension first; ``offset``: bytes from the start of the file ``path``.
+
+    ``fetched``: whether all bytes are there, not only its ``samples``.
+    """
 
     name: str
     dtype: str
@@ -45,6 +49,7 @@ class SourceTensor:
     offset: int
     nbytes: int
     path: Path
+    fetched: bool = True
 
     @property
     def rows(self) -> int:
@@ -55,9 +60,20 @@ class SourceTensor:
     def row_bytes(self) -> int:
         return self.shape[-1] * DTYPE_BITS[self.dtype] // 8
 
+    @property
+    def samples(self) -> tuple[tuple[int, int], ...]:
+        """Offset from its beginning, and length, of the bytes that stand for the tensor in a model's identity."""
+        if self.nbytes <= 3 * _SAMPLE_BYTES:
+            return ((0, self.nbytes),)
+        last = self.nbytes - _SAMPLE_BYTES
+        return tuple((start, _SAMPLE_BYTES) for start in (0, last // 2, last))
 
-def read_table(path: Path) -> tuple[SourceTensor, ...]:
-    """The tensors of ``path`` in the order of their bytes; raise ModelFileError naming the file and the tensor."""
+
+def read_table(path: Path, *, fetched: bool = True) -> tuple[SourceTensor, ...]:
+    """The tensors of ``path`` in the order of their bytes; raise ModelFileError naming the file and the tensor.
+
+    ``fetched``: what they say of themselves.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -71,7 +87,7 @@ def read_table(path: Path) -> tuple[SourceTensor, ...]:
         raise ModelFileError(f"{path}: cannot read: {error.strerror}") from None
     finally:
         os.close(descriptor)
-    return _check_header(path, header, status.st_size)
+    return _check_header(path, header, status.st_size, fetched)
 
 
 def read_bytes(descriptor: int, tensor: SourceTensor, start: int, out: memoryview) -> None:
@@ -103,7 +119,7 @@ def _read_header(path: Path, descriptor: int, size: int) -> bytes:
     return header
 
 
-def _check_header(path: Path, header: bytes, size: int) -> tuple[SourceTensor, ...]:
+def _check_header(path: Path, header: bytes, size: int, fetched: bool) -> tuple[SourceTensor, ...]:
     if header[:1] != b"{":
         raise ModelFileError(f"{path}: header: wanted it to start with '{{', got {shown(header[:1])}")
     table = parse_object(path, header, "header")
@@ -111,7 +127,7 @@ def _check_header(path: Path, header: bytes, size: int) -> tuple[SourceTensor, .
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ModelFileError(f"{path}: {_METADATA}: wanted a map of strings")
     data_start = _LENGTH.size + len(header)
-    tensors = [_check_entry(path, name, entry, data_start, size) for name, entry in table.items()]
+    tensors = [_check_entry(path, name, entry, data_start, size, fetched) for name, entry in table.items()]
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
     end, last = data_start, "the header"
     for tensor in tensors:
@@ -127,7 +143,7 @@ def _check_header(path: Path, header: bytes, size: int) -> tuple[SourceTensor, .
     return tuple(tensors)
 
 
-def _check_entry(path: Path, name: str, entry: Any, data_start: int, size: int) -> SourceTensor:
+def _check_entry(path: Path, name: str, entry: Any, data_start: int, size: int, fetched: bool) -> SourceTensor:
     def fail(text: str) -> ModelFileError:
         return ModelFileError(f"{path}: tensor {shown(name)}: {text}")
 
@@ -148,7 +164,7 @@ def _check_entry(path: Path, name: str, entry: Any, data_start: int, size: int) 
     n_bits = math.prod(shape) * DTYPE_BITS[dtype]
     if n_bits % 8 or n_bits // 8 != end - begin:
         raise fail(f"shape {shape} of {dtype} needs {n_bits / 8:g} bytes, data_offsets give {end - begin}")
-    return SourceTensor(name, dtype, tuple(shape), data_start + begin, end - begin, path)
+    return SourceTensor(name, dtype, tuple(shape), data_start + begin, end - begin, path, fetched)
 
 
 def _is_count(value: object) -> bool:

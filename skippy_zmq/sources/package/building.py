@@ -65,7 +65,16 @@ def build_package(
             begin(sum(job.part.size for job in jobs))
             _check_space(folder, jobs)
             parts = tuple(_write_part(folder, job, journal, progress) for job in jobs)
-            unnamed = Manifest(source.name, source.architecture, source.n_layers, "", parts, tensors, part_index)
+            unnamed = Manifest(
+                source.name,
+                source.architecture,
+                source.n_layers,
+                "",
+                parts,
+                tensors,
+                part_index,
+                source.quantization,
+            )
             manifest = replace(unnamed, identity=_identity(folder, unnamed))
             text = manifest.text().encode()
             _write_file(folder / MANIFEST_NAME, lambda: iter((text,)), lambda _n: None)

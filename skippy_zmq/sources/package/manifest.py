@@ -68,6 +68,15 @@ class _Tensor(BaseModel):
     part: str
 
 
+class QuantizationFacts(BaseModel):
+    """How the source was quantized as the package was built: llama.cpp's recipe, and the importance matrix's file."""
+
+    model_config = _STRICT
+
+    recipe: Annotated[str, StringConstraints(pattern=r"^[A-Z0-9_]{1,64}\z")]
+    imatrix_sha256: Sha256 | None = None
+
+
 class _Heading(BaseModel):
     model_config = _STRICT
 
@@ -75,6 +84,7 @@ class _Heading(BaseModel):
     architecture: _Label
     n_layers: Annotated[int, Field(ge=1, le=100_000)]
     identity: Sha256
+    quantization: QuantizationFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +92,7 @@ class Manifest:
     """``parts``: those of the model in the order of their split numbers, then the projectors.
 
     ``tensors``: all tensors of the model, in the order of the file it was built from; ``part_of[i]``: the index of the
-    part that holds ``tensors[i]``.
+    part that holds ``tensors[i]``. ``quantization``: None where the tensors have the types of what it was built from.
     """
 
     name: str
@@ -92,6 +102,7 @@ class Manifest:
     parts: tuple[Part, ...]
     tensors: tuple[TensorEntry, ...]
     part_of: tuple[int, ...]
+    quantization: QuantizationFacts | None = None
 
     @property
     def model_parts(self) -> tuple[Part, ...]:
@@ -110,7 +121,7 @@ class Manifest:
 
     def text(self) -> str:
         """The JSON document, one part and one tensor per line."""
-        heading = {
+        heading: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION,
             "abi_version": ABI_VERSION,
             "name": self.name,
@@ -118,6 +129,8 @@ class Manifest:
             "n_layers": self.n_layers,
             "identity": self.identity,
         }
+        if self.quantization is not None:
+            heading["quantization"] = self.quantization.model_dump(exclude_none=True)
         parts = [part.model_dump(exclude_none=True) for part in self.parts]
         tensors = [
             {"name": t.name, "type": type_name(t.type), "shape": list(t.shape), "part": self.parts[index].path}
@@ -267,8 +280,16 @@ def _complete(draft: Draft, heading: _Heading, tensors: list[TensorEntry], paths
         part_indices.append(index)
     if draft.problems:
         return
-    fields = heading.model_dump()
-    manifest = Manifest(**fields, parts=tuple(parts), tensors=tuple(tensors), part_of=tuple(part_indices))
+    manifest = Manifest(
+        heading.name,
+        heading.architecture,
+        heading.n_layers,
+        heading.identity,
+        tuple(parts),
+        tuple(tensors),
+        tuple(part_indices),
+        heading.quantization,
+    )
     n_parts = len(index_of)
     for index, (part, own) in enumerate(zip(manifest.model_parts, manifest.tensors_by_part(), strict=True)):
         if part.tensor_count != len(own):

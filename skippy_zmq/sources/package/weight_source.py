@@ -15,16 +15,18 @@ from skippy_zmq.errors import ModelFileError
 from skippy_zmq.sources.gguf_header import TensorInfo
 from skippy_zmq.sources.gguf_layout import TensorEntry, pairs_of
 from skippy_zmq.sources.gguf_model import GgufModel, RowSource
+from skippy_zmq.sources.package.manifest import QuantizationFacts
 from skippy_zmq.sources.package.opening import PackageModel
 
 BLOCK_BYTES = 1 << 20
+_MADE_ELEMENTS = 8 << 20  # at a time, as a stage does: enough for all threads that quantize
 
 
 class WeightSource(Protocol):
     """A model as GGUF would hold it: encoded metadata, a tensor table, and bytes on demand.
 
     ``pairs``: encoded key-value pairs (see ``gguf_layout``), without ``split.*``; ``alignment``: what they say of it.
-    ``n_layers``: those that a pipeline runs.
+    ``n_layers``: those that a pipeline runs. ``quantization``: of what quantizes while it is read.
     """
 
     @property
@@ -39,6 +41,8 @@ class WeightSource(Protocol):
     def pairs(self) -> Sequence[bytes]: ...
     @property
     def tensors(self) -> Sequence[TensorEntry]: ...
+    @property
+    def quantization(self) -> QuantizationFacts | None: ...
 
     def fingerprint(self) -> str:
         """Changes whenever bytes of the model may have: a build that was stopped goes on only with an equal one."""
@@ -48,7 +52,10 @@ class WeightSource(Protocol):
 
 
 class GgufWeights:
-    """A GGUF file, shards or a checkpoint as the source of a package; raise ModelFileError for a part of a model."""
+    """A GGUF file, shards or a checkpoint, also one that is quantized as it is read, as the source of a package.
+
+    Raises ModelFileError for a part of a model.
+    """
 
     def __init__(self, model: GgufModel) -> None:
         if model.held_layers is not None:
@@ -64,6 +71,10 @@ class GgufWeights:
         self.alignment = model.alignment
         self.pairs = pairs_of(model.header)
         self.tensors = [TensorEntry(t.name, t.type, t.shape, t.nbytes) for t in model.tensors]
+        how = model.quantization
+        self.quantization = (
+            None if how is None else QuantizationFacts(recipe=how.recipe, imatrix_sha256=how.imatrix_sha256 or None)
+        )
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256(self._model.identity().encode())
@@ -90,7 +101,7 @@ class GgufWeights:
 
 def _made_rows(rows: RowSource, tensor: TensorInfo) -> Iterator[bytes]:
     n_rows = math.prod(tensor.shape[1:])
-    step = max(1, BLOCK_BYTES * n_rows // tensor.nbytes)
+    step = max(1, _MADE_ELEMENTS // tensor.shape[0])
     for first in range(0, n_rows, step):
         made = rows(tensor, first, min(step, n_rows - first))
         yield made.tobytes() if isinstance(made, np.ndarray | memoryview) else bytes(made)
