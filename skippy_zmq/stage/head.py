@@ -46,6 +46,7 @@ class Head:
         self._batches = batches
         self._ring_meter = RingMeter(meters)
         self._scheduler = new_scheduler(model.options, facts)
+        self._windows = not model.kv_refusal  # with state of other kinds, several tokens may count otherwise than one
         self._look_for_clients_at: float | None = None  # a connection ended: perhaps of one who waits for an answer
         self.renderer = TemplateRenderer(model.source.chat_template or "", bos, eos)
         self.renderer.start()
@@ -122,7 +123,7 @@ class Head:
 
     def join(self, stages: Sequence[wire.StageFacts]) -> None:
         """The ring is closed: the whole pipeline is known."""
-        join_ring(self._scheduler, stages)
+        join_ring(self._scheduler, stages, windows=self._windows)
         self._prefixes.join(stages)
 
     def lose(self, why: str) -> None:
