@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,6 +77,7 @@ class Ran:
     failed: list[tuple[str, str, str]] = field(default_factory=list)
     sent: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # index -> token and logits
     text: str = ""
+    finish_reason: str = ""
     batches: int = 0
 
 
@@ -90,13 +92,15 @@ class Session:
         *,
         known: Sequence[int] = (),
         received: int = 0,
+        max_tokens: int = N_KNOWN + N_MORE,
     ) -> None:
         self.ran = Ran()
         self._prompt = prompt
+        self._received = received
         self._model = model
         self._tokens = TokenSource(model, self._send)
         opened = wire.SessionOpen(
-            "s", LANE, "r", b"c", len(prompt), N_KNOWN + N_MORE, sampling, logits=True, received=received,
+            "s", LANE, "r", b"c", len(prompt), max_tokens, sampling, logits=True, received=received,
             known=np.array(known, "<i4").tobytes(),
         )  # fmt: skip
         assert self._tokens.open(opened) is None
@@ -104,9 +108,10 @@ class Session:
     def _send(self, client: bytes, message: wire.Message, payloads: Sequence[memoryview]) -> bool:
         assert isinstance(message, wire.Tokens), message
         (token,) = message.token_ids
-        assert message.index not in self.ran.sent
+        assert message.index == self._received + len(self.ran.sent)
         self.ran.sent[message.index] = (token, bytes(payloads[0]))
         self.ran.text += message.text
+        self.ran.finish_reason = message.finish_reason
         return True
 
     def run(self, position: int, tokens: Sequence[int], *, sample: bool = True, each_row: bool = False) -> None:
@@ -140,12 +145,10 @@ def _session(
     model: StageModel,
     sampling: wire.SamplingParams,
     prompt: Sequence[int] = PROMPT,
-    *,
-    known: Sequence[int] = (),
-    received: int = 0,
+    **fields: Any,
 ) -> Iterator[Session]:
     try:
-        session = Session(model, sampling, prompt, known=known, received=received)
+        session = Session(model, sampling, prompt, **fields)
         session.prefill()
         yield session
     finally:
@@ -203,6 +206,18 @@ def test_what_the_client_has_is_not_sent(received: int, tiny_model: StageModel) 
         assert session.ran.sent == {
             index: sent for index, sent in expected.sent.items() if received <= index <= N_KNOWN
         }
+
+
+@pytest.mark.parametrize("n_rest", [1, 2, 3, 4])
+def test_the_end_may_come_out_of_a_window(n_rest: int, tiny_model: StageModel) -> None:
+    """Its tokens go first."""
+    expected = _reference(tiny_model, SAMPLINGS["greedy"])
+    known = expected.tokens[: 4 + n_rest]
+    with _session(tiny_model, SAMPLINGS["greedy"], known=known, max_tokens=len(known) + 1) as session:
+        session.windows(known, 4)
+        assert session.ran.finish_reason == "length"
+        assert session.ran.tokens == expected.tokens[: len(known) + 1]
+        assert session.ran.sent == {index: expected.sent[index] for index in range(len(known) + 1)}
 
 
 @pytest.mark.parametrize("width", [1, 4])

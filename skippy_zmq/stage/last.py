@@ -169,6 +169,8 @@ class TokenSource:
         logits: tuple[memoryview, ...],
     ) -> wire.SampledToken:
         del self._sessions[found.opened.session]
+        if any(opened.session == found.opened.session for opened, _, _ in self._unsent):
+            self.stream()  # in a replay; they come before the end
         if not self._finish(found, shown, text, reason, logits):
             reason = "cancelled"  # which stage 0 tells the client, if it can
         return wire.SampledToken(found.opened.session, found.opened.lane, position, token, reason)
