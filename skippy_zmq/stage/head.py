@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from skippy_zmq.chat.renderer import TemplateRenderer
 from skippy_zmq.errors import SkippyError
 from skippy_zmq.runtime.stage_model import StageModel
+from skippy_zmq.stage.absences import LOSS_SETTLES_SECONDS
 from skippy_zmq.stage.batches import BatchRunner, RingAnswer
 from skippy_zmq.stage.meters import Meters, RingMeter
 from skippy_zmq.stage.pages import LanePages
@@ -19,8 +20,6 @@ from skippy_zmq.stage.tokenizing import BackgroundTokenizer
 from skippy_zmq.wire import messages as wire
 
 log = logging.getLogger("skippy_zmq.stage")
-
-LOSS_SETTLES_SECONDS = 0.05  # from the end of a connection until sending to its peer fails
 
 
 class Head:
@@ -100,6 +99,10 @@ class Head:
             if not self._send(client, wire.Ping(0)):
                 log.info("client %r is gone", client)
                 self.requests.forget_client(client)
+
+    def forget_imports(self, client: bytes) -> None:
+        """Sessions that a client brought cannot be begun with any more."""
+        self._prefixes.forget_client(client)
 
     def run_next(self) -> None:
         """Run the next batch through this stage, if one can go."""
