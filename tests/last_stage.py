@@ -125,6 +125,13 @@ class LastStage:
         self._ring.send(wire.BatchDone(batch.batch, tuple(tokens), (), self.times))
         return batch
 
+    def fail(self, code: str, words: str) -> None:
+        """Answer the batch that came first: its sessions have ended here."""
+        self.wait_for(1)
+        batch = self.held.popleft()
+        failed = tuple((rows.session, code, words) for rows in batch.rows)
+        self._ring.send(wire.BatchDone(batch.batch, (), failed, self.times))
+
     def run_until(self, request: str, n_tokens: int) -> None:
         """Answer batch after batch until a request has so many tokens."""
         while request not in self.order or self.named(request).tokens < n_tokens:

@@ -131,6 +131,28 @@ def test_more_than_stage_0_knows_is_compared_by_the_client(
     assert last.named(request).opened.received == 3
 
 
+def test_an_answer_that_comes_out_differently_ends(
+    make_pipeline: Callable[..., StagePipeline], transport: Transport, model: Path
+) -> None:
+    played = Played(transport, make_pipeline(model, "0:2 2:4", *OPTIONS))
+    last, (client,) = played.last, played.clients
+    request = played.ask(5, 30)
+    last.run_until(request, 20)
+    played.settle()
+    last.break_ring()
+    client.send(wire.Resume(request, 2))
+    last.run_until(request, 5)
+    last.fail("stage_lost", "it came out differently")
+    refused = client.until(wire.Error)
+    assert (refused.code, refused.request, refused.message) == ("stage_lost", request, "it came out differently")
+    while last.held:  # windows that were under way
+        last.answer()
+    counters = played.settle()
+    assert not any(counters[f"now.{name}"] for name in ("lanes_busy", "requests_running", "batches_in_flight"))
+    client.send(wire.Resume(request, 2))
+    assert client.until(wire.Error).code == "unknown_request"
+
+
 def test_a_client_that_missed_the_end_of_an_answer(
     make_pipeline: Callable[..., StagePipeline], transport: Transport, model: Path
 ) -> None:
