@@ -53,8 +53,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> StageModel:
 
 
 @cache
-def _smollm2() -> StageModel:
-    return _opened(demo_model("smollm2"))
+def _real(name: str) -> StageModel:
+    return _opened(demo_model(name))
 
 
 def _opened(path: Path) -> StageModel:
@@ -63,9 +63,15 @@ def _opened(path: Path) -> StageModel:
     return StageModel(source, LayerRange(0, source.n_layers), check_options(values, "options"))
 
 
-@pytest.fixture(params=["tiny", pytest.param("smollm2", marks=pytest.mark.real_model)])
+@pytest.fixture(
+    params=[
+        "tiny",
+        pytest.param("smollm2", marks=pytest.mark.real_model),
+        pytest.param("gemma3", marks=pytest.mark.test_models),  # sliding windows, and a small row class
+    ]
+)
 def model(request: pytest.FixtureRequest, tiny_model: StageModel) -> StageModel:
-    return tiny_model if request.param == "tiny" else _smollm2()
+    return tiny_model if request.param == "tiny" else _real(request.param)
 
 
 @dataclass(slots=True)
