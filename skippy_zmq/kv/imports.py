@@ -25,6 +25,11 @@ class ImportedPages:
     def nbytes(self) -> int:
         return sum(self._bytes.values())
 
+    @property
+    def owners(self) -> tuple[bytes, ...]:
+        """Whose pages are here."""
+        return tuple(self._pages)
+
     def put(self, owner: bytes, page: KvPage) -> None:
         """Hold a page; raise KvPageError where it is damaged, does not fit this stage, or finds no room."""
         descriptor = page.descriptor
