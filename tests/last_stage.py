@@ -10,6 +10,7 @@ import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from stage_peers import Peer
 from stage_processes import StagePipeline
@@ -40,7 +41,8 @@ class Session:
 class LastStage:
     """Listens at ``endpoint``, where stage 0 expects the stage behind it; the two must be the whole ring."""
 
-    def __init__(self, transport: Transport, endpoint: str, stage_0: str) -> None:
+    def __init__(self, transport: Transport, endpoint: str, stage_0: str, **facts: Any) -> None:
+        """``facts``: what it says of itself that stage 0 does not say."""
         self._transport = transport
         self._server = transport.server(endpoint, max_frames=MAX_FRAMES)
         incoming = transport.message(self._server)
@@ -57,6 +59,7 @@ class LastStage:
             wanted=hello.facts.offered,
             kv_page_tokens=0,
             offered=(),
+            **facts,
         )
         self._upstream = incoming.peer
         self._server.send(self._upstream, encode(wire.Welcome((self.facts,), True)))
@@ -112,19 +115,33 @@ class LastStage:
         batch = self.held.popleft()
         tokens = []
         for rows in batch.rows:
-            session = self.sessions[rows.session]
+            session, end = self.sessions[rows.session], rows.position + rows.n_rows
             if not rows.sample:
                 continue
-            session.tokens += 1
-            reason = "length" if session.tokens >= session.opened.max_tokens else ""
-            tokens.append(wire.SampledToken(rows.session, rows.lane, rows.position + rows.n_rows, TOKEN, reason))
+            for position in range(rows.position if batch.phase == "replay" else rows.position + rows.n_rows - 1, end):
+                session.tokens += 1
+                reason = "length" if session.tokens >= session.opened.max_tokens else ""
+                tokens.append(wire.SampledToken(rows.session, rows.lane, position + 1, TOKEN, reason))
         self._ring.send(wire.BatchDone(batch.batch, tuple(tokens), (), self.times))
         return batch
+
+    def fail(self, code: str, words: str) -> None:
+        """Answer the batch that came first: its sessions have ended here."""
+        self.wait_for(1)
+        batch = self.held.popleft()
+        failed = tuple((rows.session, code, words) for rows in batch.rows)
+        self._ring.send(wire.BatchDone(batch.batch, (), failed, self.times))
 
     def run_until(self, request: str, n_tokens: int) -> None:
         """Answer batch after batch until a request has so many tokens."""
         while request not in self.order or self.named(request).tokens < n_tokens:
             self.answer()
+
+    def break_ring(self) -> None:
+        """Connect to stage 0 anew, which has to take all that is under way for lost. All of it must be here."""
+        for known in (self.sessions, self.order, self.held, self.batches):
+            known.clear()
+        self._ring.greet("ring", self.facts)
 
     def session_of(self, request: str) -> str:
         return self.named(request).opened.session
@@ -133,9 +150,9 @@ class LastStage:
 class Played:
     """A real stage 0 of two, the last stage in the hands of a test, and clients of both."""
 
-    def __init__(self, transport: Transport, pipeline: StagePipeline, *, n_clients: int = 1) -> None:
+    def __init__(self, transport: Transport, pipeline: StagePipeline, *, n_clients: int = 1, **facts: Any) -> None:
         self.stage_0 = pipeline.start(0)
-        self.last = LastStage(transport, pipeline.endpoint_of(1), pipeline.endpoint_of(0))
+        self.last = LastStage(transport, pipeline.endpoint_of(1), pipeline.endpoint_of(0), **facts)
         self.stage_0.ready()
         self.clients = [Peer(transport, pipeline.endpoint) for _ in range(n_clients)]
         for client in self.clients:

@@ -75,3 +75,8 @@ def refusal_of(folder: Path, layers: str = "0:4") -> str:
         check_stage(folder, layers)
     assert "\n" not in str(refusal.value)
     return str(refusal.value)
+
+
+def part_of(content: Content, path: str) -> dict[str, Any]:
+    """The part of a manifest's content that has this path."""
+    return next(part for part in content["parts"] if part["path"] == path)

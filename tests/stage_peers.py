@@ -172,6 +172,10 @@ class Asker:
             assert not answer.finish_reason, (message, answer)
             if answer.error is not None and answer.code != "duplicate_request":
                 return  # it was on its way when stage 0 ended the request
+            if message.token_ids and answer.token_ids[message.index :][: len(message.token_ids)] == [
+                *message.token_ids
+            ]:
+                return  # it came before a stage was lost
             assert message.index == len(answer.token_ids), "the stream has a gap"
             answer.token_ids += message.token_ids
             answer.text += message.text

@@ -13,6 +13,7 @@ from skippy_zmq.schedule.scheduler import Batch, Scheduler
 
 LANES, MAX_ROWS, ROW_BYTES, MAX_BYTES = 5, 3, 10, 65
 CHUNKS = (2, 3)
+WINDOW = 2
 
 
 class Ring(RuleBasedStateMachine):
@@ -24,31 +25,33 @@ class Ring(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.scheduler = Scheduler(
-            LANES, MAX_ROWS, ScheduledChunks(CHUNKS), self.STAGES, self.GROUPS, ROW_BYTES, MAX_BYTES
+            LANES, MAX_ROWS, ScheduledChunks(CHUNKS), self.STAGES, self.GROUPS, ROW_BYTES, MAX_BYTES, WINDOW
         )
         self.under_way: list[Batch] = []
         self.expected: dict[str, list[int]] = {}  # every token of a live session, in order
         self.ran: dict[str, list[int]] = defaultdict(list)
         self.lane: dict[str, int] = {}
         self.n_prompt: dict[str, int] = {}
+        self.n_given: dict[str, int] = {}  # prompt and what is known of the answer
         self.waiting: dict[str, int] = {}  # session -> batches since it had something to run
         self.chunks_since: dict[str, int] = {}  # decoding session -> chunks since its last step
         self.started = 0
         self.last_number = -1
 
-    @rule(n_tokens=st.integers(1, 11))
-    def start(self, n_tokens: int) -> None:
+    @rule(n_tokens=st.integers(1, 11), n_known=st.sampled_from([0, 0, 1, 2, 5]))
+    def start(self, n_tokens: int, n_known: int) -> None:
         name = f"s{self.started}"
         self.started += 1
         prompt = [self.started * 100 + i for i in range(n_tokens)]
-        lane = self.scheduler.start(name, prompt)
+        known = [self.started * 100 + 50 + i for i in range(n_known)]
+        lane = self.scheduler.start(name, prompt, known=known)
         if len(self.lane) == LANES:
             assert lane is None
             return
         assert lane == min(set(range(LANES)) - set(self.lane.values()))
         self.lane[name] = lane
-        self.expected[name] = prompt
-        self.n_prompt[name] = len(prompt)
+        self.expected[name] = prompt + known
+        self.n_prompt[name], self.n_given[name] = len(prompt), len(prompt + known)
         self.waiting[name] = 0
 
     @rule()
@@ -82,9 +85,13 @@ class Ring(RuleBasedStateMachine):
 
     def _check_chunk(self, batch: Batch, groups: list[set[str]]) -> None:
         (rows,) = batch.rows
-        ends = [0, CHUNKS[0]] + [CHUNKS[0] + CHUNKS[1] * i for i in range(1, 9)]
-        assert rows.position in ends  # whatever else was running
-        assert rows.n_rows == min(ends[ends.index(rows.position) + 1], self.n_prompt[rows.session]) - rows.position
+        if batch.phase == "replay":
+            assert rows.position >= self.n_prompt[rows.session]
+            assert rows.n_rows == min(WINDOW, self.n_given[rows.session] - rows.position)
+        else:
+            ends = [0, CHUNKS[0]] + [CHUNKS[0] + CHUNKS[1] * i for i in range(1, 9)]
+            assert rows.position in ends  # whatever else was running
+            assert rows.n_rows == min(ends[ends.index(rows.position) + 1], self.n_prompt[rows.session]) - rows.position
         pending = self._pending()
         ready = [group for group in groups if group <= pending]
         decoding = set().union(*groups)
@@ -103,7 +110,8 @@ class Ring(RuleBasedStateMachine):
             assert rows.opens == (not ran)
             ran += [next(tokens) for _ in range(rows.n_rows)]
             assert ran == self.expected[rows.session][: len(ran)]
-            assert rows.sample == (len(ran) == len(self.expected[rows.session]))
+            in_answer = batch.phase != "prefill" or len(ran) == self.n_prompt[rows.session]
+            assert rows.sample == in_answer
             self.waiting[rows.session] = 0
         for name in pending - {rows.session for rows in batch.rows}:
             self.waiting[name] += 1
@@ -117,7 +125,7 @@ class Ring(RuleBasedStateMachine):
     )
     def done(self, more: bool, travel_us: int = 0, slowest_us: int = 0) -> None:
         batch = self.under_way.pop(0)
-        if batch.phase == "prefill":
+        if batch.phase != "decode":
             travel_us = 0  # links that hold chunks have tests of their own
         assert self.scheduler.batch_done(batch.number, travel_us, slowest_us, 2 * slowest_us)
         assert not self.scheduler.batch_done(batch.number)
@@ -127,7 +135,7 @@ class Ring(RuleBasedStateMachine):
                 known = rows.session in self.lane
                 if known and not more:
                     self._finish(rows.session)
-                else:
+                elif not known or position >= self.n_given[rows.session]:  # else what comes is known, and under way
                     assert self.scheduler.feed(rows.session, position, batch.number) == known
                     if known:
                         self.expected[rows.session].append(batch.number)
@@ -155,7 +163,15 @@ class Ring(RuleBasedStateMachine):
         self._forget(name)
 
     def _forget(self, name: str) -> None:
-        for table in (self.lane, self.expected, self.ran, self.waiting, self.n_prompt, self.chunks_since):
+        for table in (
+            self.lane,
+            self.expected,
+            self.ran,
+            self.waiting,
+            self.n_prompt,
+            self.n_given,
+            self.chunks_since,
+        ):
             table.pop(name, None)
 
     def _pending(self) -> set[str]:

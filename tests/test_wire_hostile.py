@@ -328,6 +328,8 @@ BATCH_CASES: list[tuple[tuple[int, ...], Any, str]] = [
     ((8, 0, 6, 20), struct.pack("<id", -3, 1.0), r"opens\[0\].sampling.logit_bias"),
     ((8, 0, 6, 20), b"\0" * 13, r"opens\[0\].sampling.logit_bias"),
     ((8, 0, 7), [1], r"opens\[0\].stop\[0\]"),
+    ((8, 0, 13), b"\0" * 5, r"opens\[0\].known"),
+    ((8, 0, 13), struct.pack("<i", -1), r"opens\[0\].known"),
 ]
 
 

@@ -20,6 +20,7 @@ from skippy_zmq.wire.messages import (
     GENERATION,
     MESSAGE_TYPES,
     Activations,
+    BatchFailed,
     ChatMessage,
     CrossingSpec,
     Error,
@@ -105,6 +106,7 @@ def _largest_batch() -> tuple[Activations, list[bytes]]:
             limits.MAX_PROMPT_TOKENS,
             True,
             limits.MAX_POSITION,
+            b"" if row.lane else prefix,
         )
         for row in rows
     )
@@ -118,6 +120,18 @@ def test_a_batch_with_every_field_at_its_limit_fits() -> None:
     message, payloads = _largest_batch()
     back, _ = decode(encode(message, payloads))
     assert back == message
+
+
+def test_the_tokens_of_all_sessions_of_a_batch_are_limited_together() -> None:
+    """However few sessions: what one of them may have is no measure of what a header can hold."""
+    message, payloads = _largest_batch()
+    first, second, *others = message.opens
+    one_more = dataclasses.replace(message, opens=(first, dataclasses.replace(second, known=bytes(4)), *others))
+    with pytest.raises(ValueError, match=rf"opens: wanted at most {limits.MAX_OPENS_TOKENS} tokens"):
+        encode(one_more, payloads)
+    failed = BatchFailed(1, (first.session,), one_more.opens, "native", "")
+    with pytest.raises(ValueError, match=rf"opens: wanted at most {limits.MAX_OPENS_TOKENS} tokens"):
+        encode(failed)
 
 
 def test_facts_of_the_longest_pipeline_fit() -> None:

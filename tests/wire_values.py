@@ -101,7 +101,9 @@ BATCH = Activations(
         TensorDescriptor("l_out-14", 0, 0, "f32", (4, 2), 32),
         TensorDescriptor("l_out-14", 0, 1, "f32", (4, 3), 48),
     ),
-    opens=(SessionOpen("s-3", 4, "r-3", b"client-9", 3, 64, _SAMPLING, ("\n\n",), False, bytes(8), 1, True, 5),),
+    opens=(
+        SessionOpen("s-3", 4, "r-3", b"client-9", 3, 64, _SAMPLING, ("\n\n",), False, bytes(8), 1, True, 2, bytes(12)),
+    ),
     times=BatchTimes(9_000, 8_500, 8_500),
 )
 BATCH_PAYLOADS = (bytes(range(32)), bytes(range(48)))
@@ -286,7 +288,7 @@ def batches(draw: st.DrawFn) -> tuple[Activations, list[bytes]]:
                 size *= dim
             tensors.append(TensorDescriptor(draw(NAMES), occurrence, index, dtype, shape, size))
     opened = draw(st.lists(st.sampled_from(rows), max_size=2, unique=True))
-    prefix = draw(IDS)
+    prefix, known = draw(IDS), draw(IDS)
     opens = tuple(
         SessionOpen(
             row.session,
@@ -302,6 +304,7 @@ def batches(draw: st.DrawFn) -> tuple[Activations, list[bytes]]:
             plain=draw(st.integers(0, limits.MAX_PROMPT_TOKENS)),
             keep=draw(st.booleans()),
             received=draw(POSITIONS),
+            known=struct.pack(f"<{len(known)}i", *known),
         )
         for row in opened
     )
@@ -311,7 +314,7 @@ def batches(draw: st.DrawFn) -> tuple[Activations, list[bytes]]:
         draw(NAMES),
         start,
         draw(st.integers(start + 1, limits.MAX_LAYERS)),
-        draw(st.sampled_from(["prefill", "decode", "mixed"])),
+        draw(st.sampled_from(["prefill", "decode", "replay", "mixed"])),
         rows,
         struct.pack(f"<{total}i", *(draw(TOKEN_ID) for _ in range(total))),
         tuple(tensors),

@@ -70,6 +70,7 @@ class Client:
     def stages(self) -> tuple[StageFacts, ...]:
         """Facts of all stages, in layer order; waits for a ready pipeline."""
         request = self._new_request()
+        self._look()
         self._conversation.submit(request, None, time.monotonic())
         return self._answer(request, Opened).stages
 
@@ -140,6 +141,7 @@ class Client:
             keep=keep,
             session=session,
         )
+        self._look()
         self._conversation.submit(request, message, time.monotonic(), timeout=timeout)
         self._mailboxes[request] = deque()
         self._connection.flush()
@@ -163,6 +165,7 @@ class Client:
         known of any. ``timeout``: seconds for all of it, else the client's.
         """
         request = self._new_request()
+        self._look()
         self._connection.surveys.start(request, time.monotonic(), timeout)
         return self._answer(request, PipelineStats)
 
@@ -259,12 +262,17 @@ class Client:
 
     # Inside.
 
+    def _look(self) -> None:
+        """Nobody looks after the connections while the program does something else: what was lost has to show first."""
+        self._sort(self._connection.look())
+
     def _new_request(self) -> str:
         return f"r{next(self._ids)}"
 
     def _transfer(self, steps: Transfer[_T]) -> _T:
         mailbox: deque[Event] = deque()
         answer: object = None
+        self._look()
         try:
             while True:
                 try:
@@ -302,6 +310,7 @@ class Client:
         return event
 
     def _ask(self, message: Tokenize | Detokenize, request: str, kind: type[_T]) -> _T:
+        self._look()
         self._conversation.submit(request, message, time.monotonic())
         return self._answer(request, kind)
 

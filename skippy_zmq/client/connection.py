@@ -29,6 +29,8 @@ from skippy_zmq.wire.codec import decode
 
 # How long closing may take to tell the stages about what was cancelled.
 CLOSE_DRAIN_SECONDS = 0.5
+# What goes on arriving must not hold a request up.
+LOOKS = 8
 
 
 class Connection:
@@ -85,6 +87,18 @@ class Connection:
                 self._take_in(source)
         conversation.expire(time.monotonic())
         self._carry_out()
+        return self._take_events()
+
+    def look(self) -> list[Event]:
+        """Take in what has happened while nobody looked; does not wait."""
+        self.check_usable()
+        for _ in range(LOOKS):
+            if not (sources := self._loop.wait(0.0)):
+                break
+            for source in sources:
+                if isinstance(source, Link):
+                    self._take_in(source)
+            self._carry_out()
         return self._take_events()
 
     def flush(self) -> None:

@@ -25,6 +25,11 @@ class ImportedPages:
     def nbytes(self) -> int:
         return sum(self._bytes.values())
 
+    @property
+    def owners(self) -> tuple[bytes, ...]:
+        """Whose pages are here."""
+        return tuple(self._pages)
+
     def put(self, owner: bytes, pages: Sequence[KvPage]) -> None:
         """Hold pages; raise KvPageError, and hold none of them, where one is damaged or does not fit this stage.
 

@@ -4,6 +4,9 @@ A batch is either one decode step of a **group** of neighbouring lanes, or one p
 therefore depends on its own prompt alone, and a decode row has the same neighbours in kind: what a session gets never
 depends on others. After a chunk, every decoding lane makes a step before the next chunk may go, so that neither a long
 prompt nor busy decoding holds up the other. Chunks of one prompt follow each other on the ring without waiting.
+
+What is known of an answer that begins anew follows its prompt in the same way, in **windows** of so few rows that each
+gets the bits of a decode step.
 """
 
 from __future__ import annotations
@@ -23,7 +26,10 @@ MAX_BATCHES = 256  # under way at once, however long the links
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRows:
-    """``n_rows`` rows of ``session`` from ``position`` on. ``sample``: a token follows; ``opens``: its first rows."""
+    """``n_rows`` rows of ``session`` from ``position`` on.
+
+    ``sample``: a token follows, in a replay one each row; ``opens``: its first rows.
+    """
 
     session: str
     lane: int
@@ -36,7 +42,7 @@ class ScheduledRows:
 @dataclass(frozen=True, slots=True)
 class Batch:
     number: int
-    phase: str  # "prefill" | "decode"
+    phase: str  # "prefill" | "decode" | "replay"
     rows: tuple[ScheduledRows, ...]
     tokens: tuple[int, ...]
 
@@ -46,9 +52,11 @@ class _Session:
     name: str
     lane: int
     pending: deque[int]  # tokens not yet sent down the ring
+    known: tuple[int, ...] = ()  # tokens of its answer, to be run when its prompt has been
+    replaying: bool = False  # the prompt has been, and what is pending was known
     position: int = 0  # of the first pending token
     opened: bool = False
-    prefilling: bool = True
+    prefilling: bool = True  # chunks or windows are left
     held: bool = False  # its lane is taken, and what it begins with is being looked for
     last_step: int = -1  # number of the batch that ran it last
     chunks_seen: int = 0  # chunks of anybody that had gone by then
@@ -59,7 +67,8 @@ class Scheduler:
     """Batches for a ring of ``n_stages``.
 
     ``max_rows``: of one decode step. ``chunks``: sizes of prefill chunks. ``row_bytes``: activations of one row at the
-    widest boundary. ``n_groups``: decode steps under way at once; None: as many as keep every stage busy.
+    widest boundary. ``n_groups``: decode steps under way at once; None: as many as keep every stage busy. ``window``:
+    most rows of a replay, as far as so many are sure to get the bits of a decode step.
     """
 
     n_lanes: int
@@ -69,6 +78,7 @@ class Scheduler:
     n_groups: int | None = None
     row_bytes: int = 0
     max_bytes: int = DEFAULT_MAX_BYTES
+    window: int = 1
     lanes: LaneTable = field(init=False)
     credit: Credit = field(init=False)
     group_count: GroupCount = field(init=False)
@@ -78,6 +88,7 @@ class Scheduler:
     _decoding: dict[str, int] = field(init=False, default_factory=dict)  # session -> lane
     _groups: list[tuple[str, ...]] | None = field(init=False, default=None)  # None: to be formed anew
     _steps: set[int] = field(init=False, default_factory=set)  # decode steps under way
+    _windows: set[int] = field(init=False, default_factory=set)  # likewise
     _rows: dict[int, int] = field(init=False, default_factory=dict)  # of batches under way
     _chunks: int = field(init=False, default=0)  # that have gone so far
     _next_number: int = field(init=False, default=0)
@@ -116,14 +127,19 @@ class Scheduler:
 
     # ---- sessions
 
-    def start(self, session: str, prompt: Sequence[int], *, hold: bool = False) -> int | None:
-        """Give ``session`` a lane and queue its prompt; None where no lane is free. ``hold``: until ``release``."""
+    def start(
+        self, session: str, prompt: Sequence[int], *, hold: bool = False, known: Sequence[int] = ()
+    ) -> int | None:
+        """Give ``session`` a lane and queue its prompt; None where no lane is free. ``hold``: until ``release``.
+
+        ``known``: how its answer begins. These tokens run in windows, and ``feed`` takes only those that follow them.
+        """
         if session in self._sessions or not prompt:
             raise ValueError(f"session {session} is known already or has an empty prompt")
         lane = self.lanes.take()
         if lane is None:
             return None
-        self._sessions[session] = _Session(session, lane, deque(prompt), held=hold)
+        self._sessions[session] = _Session(session, lane, deque(prompt), tuple(known), held=hold)
         if not hold:
             self._prefills.append(session)
         return lane
@@ -175,6 +191,7 @@ class Scheduler:
     def _forget_batches(self) -> None:
         self.credit.reset()
         self._steps.clear()
+        self._windows.clear()
         self._rows.clear()
 
     # ---- batches
@@ -188,9 +205,10 @@ class Scheduler:
         if not self.credit.give_back(number):
             return False
         n_rows = self._rows.pop(number)
-        is_step = number in self._steps
+        is_step, is_window = number in self._steps, number in self._windows
         self._steps.discard(number)
-        if slowest_us > 0:
+        self._windows.discard(number)
+        if slowest_us > 0 and not is_window:  # which would tell less of chunks and steps than these do themselves
             if is_step:
                 self.group_count.observe(n_rows, travel_us, slowest_us, compute_us)
                 self._count_groups()
@@ -239,6 +257,8 @@ class Scheduler:
         return all(self._chunks - self._sessions[session].chunks_seen < most for session in self._decoding)
 
     def _chunk_rows(self, session: _Session) -> int:
+        if session.replaying:
+            return min(self.window, len(session.pending))
         return next_chunk(self.chunks, session.position, len(session.pending))
 
     def _ready_group(self) -> list[_Session]:
@@ -285,17 +305,24 @@ class Scheduler:
         self._prefills.popleft()
         n_rows = self._chunk_rows(session)
         tokens = [session.pending.popleft() for _ in range(n_rows)]
-        last = not session.pending
-        rows = ScheduledRows(session.name, session.lane, session.position, n_rows, last, not session.opened)
+        phase = "replay" if session.replaying else "prefill"
+        sample = session.replaying or not session.pending
+        rows = ScheduledRows(session.name, session.lane, session.position, n_rows, sample, not session.opened)
         session.position += n_rows
         session.opened = True
+        if not session.pending and not session.replaying:
+            session.pending.extend(session.known)
+            session.replaying = True
+        last = not session.pending
         session.prefilling = not last
         self._chunks += 1
         session.last_step = self._next_number
         session.chunks_seen = self._chunks
         if not last:
             self._prefills.append(session.name)  # prompts take turns chunk by chunk
-        return self._number("prefill", [rows], tokens)
+        if phase == "replay":
+            self._windows.add(self._next_number)
+        return self._number(phase, [rows], tokens)
 
     def _number(self, phase: str, rows: Sequence[ScheduledRows], tokens: Sequence[int]) -> Batch:
         batch = Batch(self._next_number, phase, tuple(rows), tuple(tokens))

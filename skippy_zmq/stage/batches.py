@@ -147,7 +147,8 @@ class BatchRunner:
         for entry in message.rows:
             n_rows += entry.n_rows
             if entry.sample and self._model.is_last:
-                outputs.append(n_rows - 1)
+                n_outputs = entry.n_rows if message.phase == "replay" else 1
+                outputs += range(n_rows - n_outputs, n_rows)
         started = time.monotonic_ns()
         try:
             for entry in message.rows:
@@ -165,7 +166,7 @@ class BatchRunner:
             self._pass_on(message, leaving, self._times(message.times, compute_us, taken_at))
             self._pages.ran(message, tokens)
             return
-        sampled, more_failed = self._tokens.take(message.rows, tokens)
+        sampled, more_failed = self._tokens.take(message.rows, tokens, each_row=message.phase == "replay")
         times = self._times(message.times, compute_us, taken_at)
         alone = self._model.is_first  # then a session may be kept while the answer is taken
         if alone:

@@ -22,6 +22,7 @@ from skippy_zmq.errors import (
     StageLostError,
 )
 from skippy_zmq.runtime.stage_model import StageModel
+from skippy_zmq.stage.absences import Absences
 from skippy_zmq.stage.batches import BatchRunner, RingAnswer, RingMessage
 from skippy_zmq.stage.handshake import check_crossing, check_neighbours, check_pipeline, check_ring
 from skippy_zmq.stage.head import Head
@@ -89,6 +90,7 @@ class Stage:
         if model.is_last:
             self.tokens = TokenSource(model, self.send_to_client)
         self._pages = pages
+        self._absences = Absences(model.options.recover_seconds)
         self._batches = BatchRunner(model, facts, self.tokens, self.meters, pages, self._send_down, self._answer)
         if model.is_first:
             self.head = Head(
@@ -237,6 +239,8 @@ class Stage:
                 self._greet_next()
             if self._owes_a_sign and now >= self._heard_at + PROBE_SECONDS:
                 self._probe_upstream(now)
+            if (due := self._absences.due) is not None and due <= now:
+                self._look_for_importers(now)
             if self.head is not None:
                 self.head.tick(now)
                 if self.ready:
@@ -255,6 +259,17 @@ class Stage:
             self._upstream = None
             self._forget_sessions()
 
+    def _look_for_importers(self, now: float) -> None:
+        """Give up the pages of clients that have gone and do not come back."""
+        for client in self._absences.look(now, self._pages.importers, lambda peer: self._send_to(peer, wire.Ping(0))):
+            log.info("client %r is gone, and so are the pages that it brought", client)
+            self._forget_imports(client)
+
+    def _forget_imports(self, client: bytes) -> None:
+        self._pages.forget_client(client)
+        if self.head is not None:
+            self.head.forget_imports(client)
+
     def _read_exit_fd(self, fd: int) -> None:
         if not os.read(fd, 4096):  # whoever started this stage is gone
             self.loop.remove(fd)
@@ -266,7 +281,7 @@ class Stage:
         times = []
         if self.head is not None and (deadline := self.head.next_deadline()) is not None:
             times.append(deadline)
-        times += [at for at in (self._stop_at, self._greet_at) if at is not None]
+        times += [at for at in (self._stop_at, self._greet_at, self._absences.due) if at is not None]
         if self._owes_a_sign:
             times.append(self._heard_at + PROBE_SECONDS)
         return max(0.0, min(times) - time.monotonic()) if times else None
@@ -302,8 +317,11 @@ class Stage:
     # ---- messages
 
     def _drain_server(self, server: Server) -> None:
-        if server.take_losses() and self.head is not None:
-            self.head.connections_ended()
+        if server.take_losses():
+            if self.head is not None:
+                self.head.connections_ended()
+            if self._pages.importers:
+                self._absences.connection_ended(time.monotonic())
         for _ in range(MESSAGES_PER_TURN):
             incoming = server.receive()
             if incoming is None:
@@ -438,6 +456,7 @@ class Stage:
         if len(self._peers) > MAX_PEERS:
             oldest = next(p for p in self._peers if p not in (self._upstream, self._ring))
             del self._peers[oldest]
+            self._forget_imports(oldest)
         log.info("welcome, %s %s", hello.role, hello.peer)
         self._send_to(peer, wire.Welcome(self.stages, self.ready))
         self._announce()

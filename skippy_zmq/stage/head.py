@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from skippy_zmq.chat.renderer import TemplateRenderer
 from skippy_zmq.errors import SkippyError
 from skippy_zmq.runtime.stage_model import StageModel
+from skippy_zmq.stage.absences import LOSS_SETTLES_SECONDS
 from skippy_zmq.stage.batches import BatchRunner, RingAnswer
 from skippy_zmq.stage.meters import Meters, RingMeter
 from skippy_zmq.stage.pages import LanePages
@@ -19,8 +20,6 @@ from skippy_zmq.stage.tokenizing import BackgroundTokenizer
 from skippy_zmq.wire import messages as wire
 
 log = logging.getLogger("skippy_zmq.stage")
-
-LOSS_SETTLES_SECONDS = 0.05  # from the end of a connection until sending to its peer fails
 
 
 class Head:
@@ -46,6 +45,7 @@ class Head:
         self._batches = batches
         self._ring_meter = RingMeter(meters)
         self._scheduler = new_scheduler(model.options, facts)
+        self._windows = not model.kv_refusal  # with state of other kinds, several tokens may count otherwise than one
         self._look_for_clients_at: float | None = None  # a connection ended: perhaps of one who waits for an answer
         self.renderer = TemplateRenderer(model.source.chat_template or "", bos, eos)
         self.renderer.start()
@@ -100,6 +100,10 @@ class Head:
                 log.info("client %r is gone", client)
                 self.requests.forget_client(client)
 
+    def forget_imports(self, client: bytes) -> None:
+        """Sessions that a client brought cannot be begun with any more."""
+        self._prefixes.forget_client(client)
+
     def run_next(self) -> None:
         """Run the next batch through this stage, if one can go."""
         batch = self._scheduler.next_batch()
@@ -122,7 +126,7 @@ class Head:
 
     def join(self, stages: Sequence[wire.StageFacts]) -> None:
         """The ring is closed: the whole pipeline is known."""
-        join_ring(self._scheduler, stages)
+        join_ring(self._scheduler, stages, windows=self._windows)
         self._prefixes.join(stages)
 
     def lose(self, why: str) -> None:

@@ -31,6 +31,10 @@ class KeptSessions:
         if len(self._by_name) > MAX_KEPT:
             self._by_name.popitem(last=False)
 
+    def forget_owner(self, owner: bytes) -> None:
+        for key in [key for key in self._by_name if key[0] == owner]:
+            del self._by_name[key]
+
     def find(self, client: bytes, name: str) -> KeptSession:
         """What ``client`` means by ``name``: what it brought itself, else what ran here. KvPageError for neither."""
         for key in ((client, name), (b"", name)):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from skippy_zmq.errors import SkippyError
+from skippy_zmq.errors import SkippyError, StageLostError
 from skippy_zmq.runtime.sampling import SessionSampler
 from skippy_zmq.runtime.stage_model import StageModel, Tokens
 from skippy_zmq.text import TextStream
@@ -24,6 +24,7 @@ class _Session:
     opened: wire.SessionOpen
     sampler: SessionSampler
     text: TextStream
+    known: tuple[int, ...] = ()  # what has to come out first
     generated: int = 0
     opened_at: int = field(default_factory=time.monotonic_ns)
     first_token_at: int = 0
@@ -50,7 +51,8 @@ class TokenSource:
         try:
             sampler = SessionSampler(self._model, opened.sampling, opened.sampling.seed or 0)
             sampler.accept(np.frombuffer(opened.prefix, "<i4").astype(np.int32))
-            self._sessions[opened.session] = _Session(opened, sampler, TextStream(opened.stop))
+            known = tuple(np.frombuffer(opened.known, "<i4").tolist())
+            self._sessions[opened.session] = _Session(opened, sampler, TextStream(opened.stop), known)
         except SkippyError as error:
             self._fail(opened, error)
             return opened.session, error.code, clipped(str(error))
@@ -80,9 +82,12 @@ class TokenSource:
             self._send(found.opened.client, wire.Error(code, message, found.opened.request), ())
 
     def take(
-        self, rows: Sequence[wire.SessionRows], tokens: Tokens
+        self, rows: Sequence[wire.SessionRows], tokens: Tokens, *, each_row: bool = False
     ) -> tuple[list[wire.SampledToken], list[tuple[str, str, str]]]:
-        """After a batch ran: sample for the rows that ask for it. Returns tokens for stage 0 and failed sessions."""
+        """After a batch ran: sample for the rows that ask for it. Returns tokens for stage 0 and failed sessions.
+
+        ``each_row``: after every row of an entry, else after its last.
+        """
         sampled: list[wire.SampledToken] = []
         failed: list[tuple[str, str, str]] = []
         row = 0
@@ -96,15 +101,28 @@ class TokenSource:
             try:
                 if found.generated == 0:
                     found.sampler.accept(tokens[first:row])
-                if entry.sample:
-                    token = found.sampler.sample(row - 1)
-                    logits = self._logits(row - 1) if found.opened.logits else ()
-                    sampled.append(self._emit(found, entry.position + entry.n_rows, token, logits))
+                for at in range(first if each_row else row - 1, row) if entry.sample else ():
+                    sampled.append(self._sample(found, at, entry.position + at - first + 1))
+                    if sampled[-1].finish_reason:
+                        break
+            except StageLostError as error:  # stage 0 tells the client, as with all that a lost stage brings about
+                del self._sessions[entry.session]
+                failed.append((entry.session, error.code, str(error)))
             except SkippyError as error:
                 del self._sessions[entry.session]
                 self._fail(found.opened, error)
                 failed.append((entry.session, error.code, clipped(str(error))))
         return sampled, failed
+
+    def _sample(self, found: _Session, row: int, position: int) -> wire.SampledToken:
+        """Choose the token for ``position`` by ``row``; raise StageLostError where another one is known to be there."""
+        token = found.sampler.sample(row)
+        if found.generated < len(found.known) and token != found.known[found.generated]:
+            raise StageLostError(
+                "after a stage was lost its answer came out differently: wanted token "
+                f"{found.known[found.generated]} at {found.generated}, got {token}; --reproducible keeps it alike"
+            )
+        return self._emit(found, position, token, self._logits(row) if found.opened.logits else ())
 
     def _logits(self, row: int) -> tuple[memoryview, ...]:
         return (self._model.logits(row).astype("<f4", copy=False).data.cast("B"),)
@@ -132,6 +150,8 @@ class TokenSource:
     def stream(self) -> None:
         """Send clients the tokens of the last ``take``: after stage 0 has them, which needs them for the next step."""
         for opened, message, logits in self._unsent:
+            if opened.session in self._forgotten:
+                continue
             if not self._send(opened.client, message, logits):
                 self.undelivered += 1
                 if self._sessions.pop(opened.session, None) is not None:
@@ -149,6 +169,8 @@ class TokenSource:
         logits: tuple[memoryview, ...],
     ) -> wire.SampledToken:
         del self._sessions[found.opened.session]
+        if any(opened.session == found.opened.session for opened, _, _ in self._unsent):
+            self.stream()  # in a replay; they come before the end
         if not self._finish(found, shown, text, reason, logits):
             reason = "cancelled"  # which stage 0 tells the client, if it can
         return wire.SampledToken(found.opened.session, found.opened.lane, position, token, reason)

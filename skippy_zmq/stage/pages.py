@@ -282,6 +282,16 @@ class LanePages:
             raise KvPageError(f"this stage keeps no pages: {self.why_not}")
         self._imported.put(client, pages)
 
+    @property
+    def importers(self) -> tuple[bytes, ...]:
+        """Clients whose pages are here."""
+        return self._imported.owners if self.page_tokens else ()
+
+    def forget_client(self, client: bytes) -> None:
+        """Give up the pages that a client brought."""
+        if self.page_tokens:
+            self._imported.drop(client)
+
     def counters(self) -> dict[str, int]:
         """Its part of STATS_REPLY."""
         if self.page_tokens == 0:

@@ -147,6 +147,10 @@ class Prefixes:
             self._send(keeping.client, wire.Kept(keeping.request, "", 0))
         self._keeping.clear()
 
+    def forget_client(self, client: bytes) -> None:
+        """The pages that it brought are given up."""
+        self._sessions.forget_owner(client)
+
     def reply(self, client: bytes, asked: wire.KvSession | wire.KvAdopt) -> wire.KvSessionReply:
         """Raise KvPageError for a session that is not known, or whose pages are not here."""
         if isinstance(asked, wire.KvSession):

@@ -1,7 +1,8 @@
 """Stage 0's side of a request: from a prompt to a lane, and everything that can end it.
 
 A request whose ring breaks does not end: it gives up its lane and begins anew when the ring is closed again and its
-client says how much of the answer it has. Prompt, seed and chunks being the same, so is what comes of it.
+client says how much of the answer it has. Prompt, seed and chunks being the same, so is what comes of it; the last
+stage makes sure of that, token by token.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from skippy_zmq.chat.bos import add_special_for
 from skippy_zmq.chat.renderer import Failed, Outcome, TemplateRenderer
@@ -22,12 +22,14 @@ from skippy_zmq.errors import BusyError, DeadlineError, RequestError, SkippyErro
 from skippy_zmq.runtime.sampling import check_sampling
 from skippy_zmq.runtime.stage_model import StageModel
 from skippy_zmq.schedule.scheduler import Batch, Scheduler
+from skippy_zmq.stage.finished_requests import FinishedRequest, FinishedRequests
 from skippy_zmq.stage.prefixes import Prefix, Prefixes
+from skippy_zmq.stage.request import Request
 from skippy_zmq.stage.tokenizing import INLINE_BYTES, BackgroundTokenizer
 from skippy_zmq.text import check_stops
 from skippy_zmq.wire import messages as wire
 from skippy_zmq.wire.failures import error_message
-from skippy_zmq.wire.limits import MAX_SEED
+from skippy_zmq.wire.limits import MAX_PROMPT_TOKENS, MAX_SEED
 
 log = logging.getLogger("skippy_zmq.stage")
 
@@ -36,24 +38,6 @@ MAX_TIMEOUT_SECONDS = 7 * 86400.0  # a longer one is cut to this; poll's timeout
 
 SendToClient = Callable[[bytes, wire.Message], bool]
 CloseSession = Callable[[str, int, str], None]  # session, lane, reason
-
-
-@dataclass(slots=True)
-class _Request:
-    client: bytes
-    ask: wire.Generate
-    session: str
-    deadline: float
-    wait_until: float  # for a lane; monotonic seconds, as the deadline
-    prompt: tuple[int, ...] = ()
-    lane: int | None = None
-    opened: bool = False  # its first rows are on the ring
-    accepted: bool = False
-    prefix: Prefix | None = None  # what its lane begins with; None: not known yet
-    fed: list[int] = field(default_factory=list)  # tokens generated and sent down the ring again
-    before: tuple[int, ...] = ()  # what was fed before the ring broke
-    received: int = 0  # tokens the client has, of an answer that begins anew
-    recover_by: float | None = None  # the ring is broken, or the client has not said what it has
 
 
 class RequestTable:
@@ -80,15 +64,16 @@ class RequestTable:
         self._close = close
         self._boot = boot
         self._count = 0
-        self._by_session: dict[str, _Request] = {}
-        self._by_request: dict[tuple[bytes, str], _Request] = {}
-        self._waiting: OrderedDict[str, _Request] = OrderedDict()
+        self._by_session: dict[str, Request] = {}
+        self._by_request: dict[tuple[bytes, str], Request] = {}
+        self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._bos_text = self._special_text(model.native_model.bos)
         self._tokenizer = tokenizer
         self._prefixes = prefixes
         self._max_waiting = model.options.queue
         self._max_wait_seconds = float(model.options.queue_seconds)
         self._recover_seconds = model.options.recover_seconds
+        self._finished = FinishedRequests(2 * scheduler.n_lanes)
         self._longest_piece = 0  # bytes; found when a long text comes
         self.refused = 0
 
@@ -133,7 +118,7 @@ class RequestTable:
                 ask = dataclasses.replace(ask, sampling=sampling)
             now = time.monotonic()
             session = self._new_session()
-            request = _Request(client, ask, session, now + timeout, now + self._max_wait_seconds)
+            request = Request(client, ask, session, now + timeout, now + self._max_wait_seconds)
             if ask.messages is not None:
                 self._renderer.submit(request.session, ask.messages, deadline=request.deadline)
             else:
@@ -142,6 +127,7 @@ class RequestTable:
             self.refused += 1
             self._send(client, error_message(error, ask.request))
             return
+        self._finished.take(client, ask.request)
         self._by_session[request.session] = self._by_request[client, ask.request] = request
         self._waiting[request.session] = request
 
@@ -153,7 +139,7 @@ class RequestTable:
         lanes, waiting = self._scheduler.n_lanes, len(self._waiting)
         return f"all {lanes} lanes are taken and {waiting} requests wait already (limit {self._max_waiting}): try again"
 
-    def _take_prompt(self, request: _Request, prompt: str | tuple[int, ...]) -> None:
+    def _take_prompt(self, request: Request, prompt: str | tuple[int, ...]) -> None:
         """Set the request's prompt: at once, or when a long text has been tokenized."""
         if isinstance(prompt, str):
             if len(prompt) > INLINE_BYTES // 4:  # characters have up to 4 bytes
@@ -223,6 +209,7 @@ class RequestTable:
 
     def forget_client(self, client: bytes) -> None:
         """Whoever asked is not there any more to read the answers: its requests end, or never start."""
+        self._finished.forget_client(client)
         for request in [r for r in self._by_session.values() if r.client == client]:
             self._end(request, "error")
 
@@ -260,16 +247,18 @@ class RequestTable:
         for session, request in list(self._waiting.items()):
             if not request.prompt:
                 continue
-            lane = self._scheduler.start(session, request.prompt, hold=True)
+            known = request.known if self._scheduler.window > 1 else ()
+            lane = self._scheduler.start(session, request.prompt, hold=True, known=known)
             if lane is None:
                 return
+            request.n_windowed = len(known)
             del self._waiting[session]
             request.lane = lane
             prefix = self._prefixes.look_for(request.client, request.ask, request.prompt, session)
             if prefix is not None:
                 self._begin(request, prefix)
 
-    def _begin(self, request: _Request, prefix: Prefix) -> None:
+    def _begin(self, request: Request, prefix: Prefix) -> None:
         """What the lane begins with is known: run the rest of the prompt."""
         request.prefix = prefix
         self._scheduler.release(request.session, len(prefix.tokens))
@@ -286,25 +275,7 @@ class RequestTable:
             if rows.opens:
                 request = self._by_session[rows.session]
                 request.opened = True
-                ask = request.ask
-                prefix = request.prefix or Prefix()
-                opens.append(
-                    wire.SessionOpen(
-                        rows.session,
-                        rows.lane,
-                        ask.request,
-                        request.client,
-                        len(request.prompt),
-                        ask.max_tokens,
-                        ask.sampling,
-                        ask.stop,
-                        ask.logits,
-                        prefix.packed,
-                        prefix.plain,
-                        ask.keep,
-                        request.received,
-                    )
-                )
+                opens.append(request.opening(rows.lane))
         return tuple(opens)
 
     # ---- from the last stage
@@ -318,6 +289,8 @@ class RequestTable:
             if token.finish_reason == "cancelled":
                 self._fail(request, StageLostError("the client is not connected to the last stage, or does not read"))
             elif token.finish_reason:
+                if self._recover_seconds:
+                    self._finished.add(request.client, request.ask, request.prompt, request.fed, request.deadline)
                 if request.ask.keep:
                     tokens = (*request.prompt, *request.fed)
                     self._prefixes.keep(request.client, request.ask.request, request.session, request.lane or 0, tokens)
@@ -333,14 +306,10 @@ class RequestTable:
             elif request is not None:  # the last stage has told its client
                 self._end(request, "error")
 
-    def _feed(self, request: _Request, token: wire.SampledToken) -> None:
-        known = request.before[len(request.fed)] if len(request.fed) < len(request.before) else token.token
-        if token.token != known:
-            words = "after a stage was lost its answer came out differently; --reproducible keeps it alike"
-            self._fail(request, StageLostError(words))
-            return
+    def _feed(self, request: Request, token: wire.SampledToken) -> None:
         request.fed.append(token.token)
-        self._scheduler.feed(token.session, token.position, token.token)
+        if len(request.fed) > request.n_windowed:
+            self._scheduler.feed(token.session, token.position, token.token)
 
     def take_kv_answer(self, answer: wire.KvAnswer) -> None:
         """All stages have looked for a session's pages, or have kept them."""
@@ -371,7 +340,7 @@ class RequestTable:
         if waiting := sum(r.recover_by is not None for r in self._by_session.values()):
             log.warning("%s: %d requests wait for it to come back, %d s at most", why, waiting, self._recover_seconds)
 
-    def _begin_anew(self, request: _Request, *, reuse: bool = True) -> None:
+    def _begin_anew(self, request: Request, *, reuse: bool = True) -> None:
         """Give up the lane and wait for one, in front of all others, under a new session."""
         lane, opened = request.lane, request.opened
         self._scheduler.finish(request.session)
@@ -381,7 +350,7 @@ class RequestTable:
             self._close(request.session, lane, "error")
         log.info("session %s begins anew, opened before: %s", request.session, opened)
         request.session = self._new_session()
-        request.before = max(request.before, tuple(request.fed), key=len)
+        request.known = max(request.known, tuple(request.fed[:MAX_PROMPT_TOKENS]), key=len)
         request.fed = []
         request.lane, request.opened, request.prefix = None, False, None
         request.wait_until = math.inf  # it has waited already; its deadline still counts
@@ -394,7 +363,9 @@ class RequestTable:
     def resume(self, client: bytes, message: wire.Resume) -> None:
         """A client is there again and says what it has of an answer."""
         request = self._by_request.get((client, message.request))
-        if request is None:
+        if request is None and (finished := self._finished.take(client, message.request)) is not None:
+            self._repeat(client, finished, message.received)
+        elif request is None:
             self._send(
                 client, wire.Error("unknown_request", f"request {message.request} is not known", message.request)
             )
@@ -405,6 +376,16 @@ class RequestTable:
             if request.accepted:
                 self._waiting.move_to_end(request.session, last=False)
 
+    def _repeat(self, client: bytes, finished: FinishedRequest, received: int) -> None:
+        """Compute an answer again whose end may not have reached its client."""
+        request = Request(client, finished.ask, self._new_session(), finished.deadline, math.inf)
+        request.prompt, request.known, request.received = finished.prompt, finished.known, received
+        request.accepted = True
+        self._by_session[request.session] = self._by_request[client, finished.ask.request] = request
+        self._waiting[request.session] = request
+        self._waiting.move_to_end(request.session, last=False)
+        log.info("session %s repeats the end of an answer", request.session)
+
     def fail_all(self, error: SkippyError) -> None:
         for request in list(self._by_session.values()):
             self._fail(request, error)
@@ -413,11 +394,11 @@ class RequestTable:
         """What a client asks of kept sessions; raise KvPageError where there is no such one."""
         return self._prefixes.reply(client, asked)
 
-    def _fail(self, request: _Request, error: SkippyError) -> None:
+    def _fail(self, request: Request, error: SkippyError) -> None:
         self._send(request.client, error_message(error, request.ask.request))
         self._end(request, "error")
 
-    def _end(self, request: _Request, reason: str) -> None:
+    def _end(self, request: Request, reason: str) -> None:
         self._by_session.pop(request.session, None)
         self._by_request.pop((request.client, request.ask.request), None)
         self._waiting.pop(request.session, None)

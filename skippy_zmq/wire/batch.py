@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 from skippy_zmq.wire.fields import FieldError, Got
-from skippy_zmq.wire.limits import DTYPE_BYTES, MAX_BATCH_ROWS, MAX_POSITION
-from skippy_zmq.wire.messages import Activations, SessionRows
+from skippy_zmq.wire.limits import DTYPE_BYTES, MAX_BATCH_ROWS, MAX_OPENS_TOKENS, MAX_POSITION
+from skippy_zmq.wire.messages import Activations, BatchFailed, SessionRows
 
 
 def micro_batches(rows: Sequence[SessionRows]) -> list[tuple[int, int]]:
@@ -32,8 +32,16 @@ def check_batch(message: Activations) -> None:
     if message.layer_start >= message.layer_end:
         raise FieldError("layer_start below layer_end", Got(f"{message.layer_start}:{message.layer_end}"), ".layer_end")
     _check_rows(message)
+    check_opens(message)
     _check_opens(message)
     _check_tensors(message)
+
+
+def check_opens(message: Activations | BatchFailed) -> None:
+    """Raise FieldError where the tokens of all sessions that a batch opens are more than its header has room for."""
+    n_tokens = sum(len(opened.prefix) + len(opened.known) for opened in message.opens) // 4
+    if n_tokens > MAX_OPENS_TOKENS:
+        raise FieldError(f"at most {MAX_OPENS_TOKENS} tokens in prefix and known of all", n_tokens, ".opens")
 
 
 def _check_rows(message: Activations) -> None:

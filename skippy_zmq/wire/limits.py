@@ -49,6 +49,7 @@ MAX_ERROR_BYTES = 4096
 
 # Lists.
 MAX_PROMPT_TOKENS = 1 << 20
+MAX_OPENS_TOKENS = 2 << 20  # prefix and known of all sessions that one batch opens: any one session's fit
 MAX_STOP_STRINGS = 16  # also sequence breakers
 MAX_CHAT_MESSAGES = 1024
 MAX_LOGIT_BIAS = 1024

@@ -296,8 +296,9 @@ class SessionOpen:
     """Travels with the first rows of a session down to the last stage, which samples for it.
 
     ``prefix``: int32 little-endian ids of the tokens that the lane begins with, from the pages that KV_MATCH found;
-    ``plain`` of them come from pages that anybody's prompt may use. ``received``: generated tokens that the client has
-    already: chosen again, they are not sent.
+    ``plain`` of them come from pages that anybody's prompt may use. ``known``: likewise the tokens that were generated
+    before a stage was lost, which have to come out again; the client has the first ``received`` of them, which are not
+    sent.
     """
 
     session: str
@@ -313,13 +314,14 @@ class SessionOpen:
     plain: int = 0
     keep: bool = False
     received: int = 0
+    known: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionRows:
     """``n_rows`` consecutive rows of a batch belong to ``session`` on ``lane``, from ``position`` on.
 
-    ``sample``: a token is to be chosen after the last of them.
+    ``sample``: a token is to be chosen after the last of them; in a "replay" batch after each of them.
     """
 
     session: str
@@ -340,14 +342,17 @@ class BatchTimes:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """A batch on its way down the ring. ``tokens``: int32 little-endian ids of all rows, in the order of ``rows``."""
+    """A batch on its way down the ring. ``tokens``: int32 little-endian ids of all rows, in the order of ``rows``.
+
+    ``phase``: "replay" runs tokens that were generated before a stage was lost, several of a session at once.
+    """
 
     kind: ClassVar[Kind] = Kind.ACTIVATIONS
     batch: int  # rises by one per batch of stage 0
     producer: str
     layer_start: int
     layer_end: int
-    phase: str  # "prefill" | "decode" | "mixed"
+    phase: str  # "prefill" | "decode" | "replay" | "mixed"
     rows: tuple[SessionRows, ...]
     tokens: bytes
     tensors: tuple[TensorDescriptor, ...]

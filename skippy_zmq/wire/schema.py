@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from skippy_zmq.wire import messages as m
-from skippy_zmq.wire.batch import check_batch
+from skippy_zmq.wire.batch import check_batch, check_opens
 from skippy_zmq.wire.fields import (
     Field,
     FieldError,
@@ -103,6 +103,7 @@ _RULES: Mapping[str, Field] = {
     "grammar": text(0, MAX_GRAMMAR_BYTES),
     "index": _COUNT,
     "kv_bytes": _COUNT,
+    "known": token_bytes(0, MAX_PROMPT_TOKENS),
     "kv_page_tokens": integer(0, MAX_PAGE_TOKENS),
     "lane": _LANE,
     "lanes": integer(1, MAX_LANES),
@@ -132,7 +133,7 @@ _RULES: Mapping[str, Field] = {
     "page_tokens": integer(1, MAX_PAGE_TOKENS),
     "pages": integer(0, MAX_PAGES),
     "peer": _NAME,
-    "phase": one_of(("prefill", "decode", "mixed")),
+    "phase": one_of(("prefill", "decode", "replay", "mixed")),
     "plain": integer(0, MAX_PROMPT_TOKENS),
     "prefix": token_bytes(0, MAX_PROMPT_TOKENS),
     "position": integer(0, MAX_POSITION),
@@ -248,6 +249,7 @@ _CHECKS: Mapping[type[Any], Callable[[Any], None]] = {
     m.KvPages: _check_pages,
     m.KvSessionReply: _check_tokens,
     m.Activations: check_batch,
+    m.BatchFailed: check_opens,
     m.Generate: _check_generate,
     m.Hello: _check_hello,
     m.StageFacts: _check_facts,
