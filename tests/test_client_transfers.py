@@ -211,9 +211,7 @@ def test_pages_may_say_more_of_their_build_than_the_stages(tmp_path: Path) -> No
     assert empty(TWO).run(import_session(tmp_path / "s")) == NAME
     pages = iter(range(100))
     peers.on_page = lambda page: other_facts(page, MODEL, f"{BUILD}, {'long' if next(pages) else 'short'} rope factors")
-    refused(
-        peers, export_session(NAME, tmp_path / "s", None), KvPageError, "build: wanted .* factors, got .* factors"
-    )
+    refused(peers, export_session(NAME, tmp_path / "s", None), KvPageError, "build: wanted .* factors, got .* factors")
 
 
 def test_pages_come_verified_and_go_to_other_stages_without_a_directory() -> None:
