@@ -165,7 +165,7 @@ class StageOptions(BaseModel):
         try:
             recipe = recipe_named(value)
         except OptionError as error:
-            raise ValueError(str(error).removeprefix("quant: ")) from None
+            raise ValueError(str(error).removeprefix("quant: ").rpartition(", got ")[0]) from None
         return PRESERVE if recipe is None else recipe.name
 
     @field_validator("split_mode")

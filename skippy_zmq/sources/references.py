@@ -30,6 +30,7 @@ from skippy_zmq.sources.needed_files import (
     gguf_models,
     is_checkpoint,
     package_parts,
+    package_projectors,
 )
 from skippy_zmq.sources.relative_names import checked_name
 from skippy_zmq.topology import LayerRange
@@ -165,6 +166,22 @@ def outline(model: str | Path, *, open_hub: Callable[[], Hub] = Hub, beside: str
         folder = kind == "checkpoint" and not main.endswith((".safetensors", ".index.json"))
         path = Path(directory) if folder else Path(directory) / PurePosixPath(main).name
         yield LocatedModel(path, kind, located.reference, located.revision)
+
+
+def fetch_projectors(package: LocatedModel, *, open_hub: Callable[[], Hub] = Hub) -> None:
+    """Fetch what ``locate`` leaves out of a package on a hub, because no stage reads it; errors as of ``locate``.
+
+    Nothing is to be done for a package on this machine.
+    """
+    reference = parse_reference(package.reference)
+    if reference is None:
+        return
+    manifest = (package.path / PACKAGE_MANIFEST).read_bytes()
+    prefix = f"{reference.file}/" if reference.file else ""
+    files = [prefix + path for path in package_projectors(manifest, f"{package.reference}/{PACKAGE_MANIFEST}")]
+    if files:
+        hub = open_hub()
+        hub.fetch(hub.snapshot(reference.repository, reference.revision), files)
 
 
 def revision_conflict(one: str, other: str) -> str:

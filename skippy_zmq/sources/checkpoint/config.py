@@ -15,7 +15,7 @@ from skippy_zmq.sources.gguf_values import shown
 
 CONFIG_NAME = "config.json"
 _UINT32_MAX = 2**32 - 1
-_FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+_FLOAT32_MIN, _FLOAT32_MAX = 2.0**-149, (2 - 2**-23) * 2.0**127  # of those that are not 0
 _QUANTIZER_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json", "quantization_config.json")
 
 
@@ -93,7 +93,7 @@ def number(config: Config, key: str, value: object) -> float:
         result = float(value)
     except OverflowError:
         result = math.inf
-    if not abs(result) <= _FLOAT32_MAX:
+    if result != 0.0 and not _FLOAT32_MIN <= abs(result) <= _FLOAT32_MAX:
         raise config.fail(key, f"wanted a finite number of 32 bits, got {result:g}")
     return result
 

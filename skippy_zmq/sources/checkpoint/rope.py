@@ -238,6 +238,8 @@ def long_factors(rope: Rope, length: int) -> tuple[npt.NDArray[np.float32], npt.
         if not isinstance(values, list) or len(values) != length:
             raise rope.config.fail(f"{rope.key}.{name}", f"wanted a list of {length} numbers")
         numbers = [number(rope.config, f"{rope.key}.{name}", value) for value in values]
+        if min(numbers, default=1.0) <= 0.0:
+            raise rope.config.fail(f"{rope.key}.{name}", f"wanted numbers above 0, got {min(numbers):g}")
         found.append(np.array(numbers, dtype=np.float32))
     return found[0], found[1]
 
