@@ -114,12 +114,14 @@ def test_a_document_with_a_strange_value_opens_or_is_refused_in_one_line(
     places = _places(content)
     container, key = places[min(int(where * len(places)), len(places) - 1)]
     container[key] = copy.deepcopy(value)
+    refusal = ""
     try:
         path.write_text(json.dumps(content))
         open_checkpoint(folder).model()
     except ModelFileError as error:
-        assert str(folder) in str(error)
-        assert "\n" not in str(error)
-        assert len(str(error)) < 2000
+        refusal = str(error)
     finally:
         path.write_text(original)
+    assert not refusal or str(folder) in refusal
+    assert "\n" not in refusal
+    assert len(refusal) < 2000

@@ -59,6 +59,7 @@ SETTINGS: dict[str, tuple[list[str], Any, Any]] = {
     "check_tensors": (["--check-tensors"], True, True),
     "host_buffer": (["--no-host-buffer"], False, False),
     "quant": (["--quant", "q4_k_m"], "Q4_K_M", "Q4_K_M"),
+    "quant_strict": (["--quant-strict"], True, True),
     "imatrix": (["--imatrix", "im.dat"], "im.dat", "im.dat"),
     "chunk_policy": (["--chunk-policy", "schedule"], "schedule", "schedule"),
     "chunk_sizes": (["--chunk-sizes", "64, 128"], [64, 128], (64, 128)),

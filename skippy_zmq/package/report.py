@@ -49,7 +49,9 @@ def package_table(folder: Path, manifest: Manifest) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     total = sum(part.size for part in manifest.parts) / _MIB
     return [
-        f"{_printable(manifest.name)}: {_printable(manifest.architecture)}, {manifest.n_layers} layers, {len(manifest.tensors)} tensors",
+        _printable(
+            f"{manifest.name}: {manifest.architecture}, {manifest.n_layers} layers, {len(manifest.tensors)} tensors"
+        ),
         f"identity {manifest.identity}",
         "",
         *(_line(row, widths) for row in rows),

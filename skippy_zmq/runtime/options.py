@@ -82,6 +82,9 @@ class StageOptions(BaseModel):
     quant: str = Field(
         "preserve", description="types of a checkpoint's weights: preserve, or a recipe of llama-quantize like Q4_K_M"
     )
+    quant_strict: bool = Field(
+        False, description="refuse a recipe where rows of a tensor do not fit its type, instead of taking another type"
+    )
     imatrix: str = Field(
         "", description="importance matrix for --quant; a relative path is relative to the checkpoint's folder"
     )
