@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -184,8 +185,13 @@ def test_a_count_of_none_weighs_alike(tmp_path: Path) -> None:
 
 
 def test_what_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for path in (tmp_path, tmp_path / "absent.dat"):
-        with pytest.raises(ModelFileError, match="wanted an importance matrix, got no regular file"):
+    os.mkfifo(tmp_path / "pipe.dat")
+    for path, words in (
+        (tmp_path, "got no regular file"),
+        (tmp_path / "pipe.dat", "got no regular file"),
+        (tmp_path / "absent.dat", "there is no such file"),
+    ):
+        with pytest.raises(ModelFileError, match=f"wanted an importance matrix, {words}"):
             read_imatrix(path)
     monkeypatch.setattr(imatrix, "MAX_FILE_BYTES", 100)
     with pytest.raises(ModelFileError, match="of at most 100 bytes, got"):

@@ -135,8 +135,19 @@ def test_kinds_of_local_models(tmp_path: Path) -> None:
     assert locate(tmp_path / "checkpoint").kind == "checkpoint"
     assert locate(weights).path == weights
     assert locate(weights).kind == "checkpoint"
+    assert locate(tmp_path / "checkpoint" / "config.json").path == tmp_path / "checkpoint"
     tiny(tmp_path / "checkpoint" / "made-of-it.gguf")
     assert locate(tmp_path / "checkpoint").kind == "checkpoint"
+
+
+def test_a_path_that_is_not_there(tmp_path: Path) -> None:
+    for path, words in (
+        (tmp_path / "m.gguf", r"m\.gguf: no such file or folder$"),
+        (Path("owner/name"), "owner/name: no such file or folder; a model on a hub is hf://owner/name$"),
+        (Path("https://hub/owner/name"), "no such file or folder; wanted hf://owner/name"),
+    ):
+        with pytest.raises(ModelFileError, match=words):
+            locate(path)
 
 
 def test_a_folder_of_several_models_asks_for_one(tmp_path: Path) -> None:

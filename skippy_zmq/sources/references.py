@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import tempfile
@@ -199,6 +200,10 @@ def revision_conflict(one: str, other: str) -> str:
 def local_model(path: Path) -> LocatedModel:
     """What lies at ``path``; of a folder with one GGUF model, that. Raises ModelFileError for a folder without one."""
     kind: Kind = "gguf"
+    if path.name == CHECKPOINT_CONFIG:
+        path = path.parent
+    if not os.path.lexists(path):
+        raise ModelFileError(f"{path}: no such file or folder{_meant(path)}")
     if path.name.endswith((".safetensors", ".safetensors.index.json")):
         kind = "checkpoint"
     elif path.name == PACKAGE_MANIFEST:
@@ -214,6 +219,14 @@ def local_model(path: Path) -> LocatedModel:
             kind, main = _choose(names, "", str(path))
             path = path / main if kind == "gguf" else path
     return LocatedModel(path, kind, str(path))
+
+
+def _meant(path: Path) -> str:
+    """What somebody may have meant who named a path that is not there."""
+    parts = path.parts
+    if parts[:1] in (("https:",), ("http:",)):
+        return f"; {_WANTED}"
+    return f"; a model on a hub is {SCHEME}{path}" if len(parts) == 2 and all(map(_NAME.match, parts)) else ""
 
 
 def _choose(names: Sequence[str], chosen: str, where: str) -> tuple[Kind, str]:
