@@ -12,8 +12,8 @@ from skippy_zmq.errors import ModelFileError
 from skippy_zmq.sources.checkpoint.json_file import read_object
 from skippy_zmq.sources.gguf_hyperparameters import MAX_BLOCKS
 from skippy_zmq.sources.gguf_values import shown
+from skippy_zmq.sources.needed_files import CHECKPOINT_CONFIG
 
-CONFIG_NAME = "config.json"
 _UINT32_MAX = 2**32 - 1
 _FLOAT32_MIN, _FLOAT32_MAX = 2.0**-149, (2 - 2**-23) * 2.0**127  # of those that are not 0
 _QUANTIZER_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json", "quantization_config.json")
@@ -100,7 +100,7 @@ def number(config: Config, key: str, value: object) -> float:
 
 def read_config(folder: Path) -> Config:
     """Read config.json and refuse a checkpoint that is quantized already; raise ModelFileError."""
-    path = folder / CONFIG_NAME
+    path = folder / CHECKPOINT_CONFIG
     values = read_object(path)
     _refuse_quantized(path, values)
     architectures = values.get("architectures")
