@@ -306,6 +306,13 @@ def test_answers_that_are_no_list(server: HubServer, user: HubUser, listing: Any
         user.locate("hf://o/n")
 
 
+@pytest.mark.parametrize("size", [-1, "20000", [], 1.5])
+def test_a_size_that_is_none_is_no_size(server: HubServer, user: HubUser, size: Any) -> None:
+    server.repository("o/n", {"m.gguf": MODEL})
+    server.listing = {"siblings": [{"rfilename": "m.gguf", "size": size, "blobId": 5}]}
+    assert user.locate("hf://o/n").path.read_bytes() == MODEL
+
+
 def test_a_disk_that_is_too_small(server: HubServer, user: HubUser) -> None:
     server.repository("o/n", {"m.gguf": MODEL})
     server.listing = {"siblings": [{"rfilename": "m.gguf", "size": 10**18}]}

@@ -104,6 +104,7 @@ BAD_LEGACY = {
     "many values": (struct.pack("<ii", 1, 1) + b"x" + struct.pack("<i", 1) + HUGE + bytes(64), "values of entry 0"),
     "no values": (struct.pack("<ii", 1, 1) + b"x" + struct.pack("<ii", 1, 0), "values of entry 0"),
     "infinite": (struct.pack("<ii1siif", 1, 1, b"x", 1, 1, float("inf")), "entry 'x': wanted finite numbers"),
+    "negative": (struct.pack("<ii1siif", 1, 1, b"x", 1, 1, -1.0), "entry 'x': wanted finite numbers from 0"),
     "twice": (struct.pack("<i", 2) + struct.pack("<i1siif", 1, b"x", 1, 1, 2.0) * 2, "entry 'x' appears twice"),
     "more behind": (legacy_bytes() + b"!", "got 1 bytes more"),
     "long dataset": (legacy_bytes(tail=struct.pack("<i", 1) + HUGE), "length of the dataset's name"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -218,6 +219,17 @@ def test_a_full_disk_is_said_before_anything_is_written(
     with pytest.raises(OptionError, match=r"the package needs \d+ bytes more, 1 are free"):
         package_of(model, tmp_path / "package")
     assert not list((tmp_path / "package").rglob("*.gguf"))
+
+
+def test_composing_where_it_cannot_be(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compose", str(package), str(tmp_path / "absent" / "x.gguf")]) == 2
+    assert capsys.readouterr().err.endswith("absent: cannot be written: No such file or directory\n")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: shutil._ntuple_diskusage(1, 1, 1))
+    assert main(["compose", str(package), str(tmp_path / "x.gguf")]) == 2
+    assert re.search(r"x\.gguf: wanted \d+ bytes of space, 1 are free there\n$", capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())
 
 
 def test_files_that_no_build_wrote_are_not_replaced(model: Path, tmp_path: Path) -> None:

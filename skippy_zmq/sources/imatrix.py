@@ -57,8 +57,8 @@ def read_imatrix(path: Path) -> ImportanceMatrix:
         raise ModelFileError(f"{path}: cannot read importance matrix: {error.strerror}") from None
     entries, datasets, chunks = _read_gguf(path, raw) if raw[:4] == MAGIC else _read_legacy(path, raw)
     for name, values in entries.items():
-        if not np.isfinite(values).all():
-            raise ModelFileError(f"{path}: entry {shown(name)}: wanted finite numbers")
+        if not np.isfinite(values).all() or values.min(initial=0.0) < 0.0:  # llama.cpp asserts on what they give
+            raise ModelFileError(f"{path}: entry {shown(name)}: wanted finite numbers from 0, as squares are")
     return ImportanceMatrix(path, hashlib.sha256(raw).hexdigest(), MappingProxyType(entries), datasets, chunks)
 
 
