@@ -109,6 +109,7 @@ OPTIONS: dict[str, object] = {
     "check_tensors": True,
     "host_buffer": False,
     "quant": "Q4_K_M",
+    "quant_strict": True,
     "imatrix": "im.dat",
     "reproducible": True,
     "chunk_policy": "fixed",
