@@ -1,4 +1,4 @@
-"""llama.cpp's own quantizer, called through llama-cpp-python, and model files given out as if they were checkpoints."""
+"""llama.cpp's own quantizer, called through llama-cpp-python; model files as checkpoints, and checkpoints as files."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
+from skippy_zmq.sources.checkpoint.checkpoint import open_checkpoint
 from skippy_zmq.sources.gguf_header import TensorInfo, parse_header
 from skippy_zmq.sources.gguf_model import GgufModel, open_header
 
@@ -64,6 +65,17 @@ class FileRows:
 def as_checkpoint(path: Path, rows: FileRows | None = None) -> GgufModel:
     """The model of a file as one that is made while it loads."""
     return open_header(path, parse_header(path).raw, rows or FileRows(path), content="a" * 64)
+
+
+def as_gguf(folder: Path, path: Path) -> Path:
+    """The checkpoint in one GGUF file; test_checkpoint_conversion compares its parts with the converter's."""
+    checkpoint = open_checkpoint(folder)
+    out = bytearray(checkpoint.header())
+    for tensor in checkpoint.model().tensors:
+        out += bytes(tensor.offset - len(out))
+        out += checkpoint.rows(tensor.name, 0, checkpoint.tensors[tensor.name].n_rows).tobytes()
+    path.write_bytes(out.ljust(-(-len(out) // 32) * 32, b"\0"))
+    return path
 
 
 def made(model: GgufModel, tensor: TensorInfo, *, at_a_time: int = 1 << 30) -> bytes:

@@ -168,7 +168,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "two names of the kind": (
         "llama-old-spelling",
         {"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}},
-        "rope_scaling.rope_type: differs from type: got linear and yarn",
+        "rope_scaling.rope_type: differs from type: got 'yarn' and 'linear'",
     ),
     "two thetas": (
         "llama-old-spelling",

@@ -109,6 +109,7 @@ OPTIONS: dict[str, object] = {
     "check_tensors": True,
     "host_buffer": False,
     "quant": "Q4_K_M",
+    "quant_strict": True,
     "imatrix": "im.dat",
     "weights_cache": "kept",
     "weights_cache_bytes": 1 << 30,

@@ -13,7 +13,7 @@ from hub_server import HubServer
 from hub_user import TOKEN, HubUser
 
 from skippy_zmq.errors import ModelFileError, RetryableError
-from skippy_zmq.sources.references import revision_conflict
+from skippy_zmq.sources.references import fetch_projectors, local_model, revision_conflict
 from skippy_zmq.topology import LayerRange
 
 pytest_plugins = ("hub_fixtures",)
@@ -110,6 +110,22 @@ def test_the_parts_of_a_stage(
     assert located.kind == "package"
     assert {path.relative_to(located.path).as_posix() for path in located.path.rglob("*.*")} == wanted
     assert (located.path / "model-package.json").read_bytes() == PACKAGE["model-package.json"]
+
+
+def test_the_projectors_of_a_package(server: HubServer, user: HubUser) -> None:
+    """No stage reads them, so they are fetched when somebody asks for them."""
+    listed = json.loads(PACKAGE["model-package.json"])
+    listed["parts"].append({"kind": "mmproj", "path": "projectors/eye.gguf"})
+    files = {**PACKAGE, "model-package.json": json.dumps(listed).encode(), "projectors/eye.gguf": content(11)}
+    server.repository("o/n", {f"nested/{name}": data for name, data in files.items()})
+    located = user.locate("hf://o/n/nested")
+    assert "nested/projectors/eye.gguf" not in fetched(server)
+    fetch_projectors(located, open_hub=user.hub)
+    assert (located.path / "projectors" / "eye.gguf").read_bytes() == content(11)
+    asked = len(server.requests)
+    fetch_projectors(located, open_hub=user.hub)
+    fetch_projectors(local_model(located.path))
+    assert len(server.requests) == asked
 
 
 def test_a_checkpoint_and_its_weights(server: HubServer, user: HubUser) -> None:
@@ -288,6 +304,13 @@ def test_answers_that_are_no_list(server: HubServer, user: HubUser, listing: Any
     server.listing = listing
     with pytest.raises(ModelFileError, match="hf://o/n@main: "):
         user.locate("hf://o/n")
+
+
+@pytest.mark.parametrize("size", [-1, "20000", [], 1.5])
+def test_a_size_that_is_none_is_no_size(server: HubServer, user: HubUser, size: Any) -> None:
+    server.repository("o/n", {"m.gguf": MODEL})
+    server.listing = {"siblings": [{"rfilename": "m.gguf", "size": size, "blobId": 5}]}
+    assert user.locate("hf://o/n").path.read_bytes() == MODEL
 
 
 def test_a_disk_that_is_too_small(server: HubServer, user: HubUser) -> None:

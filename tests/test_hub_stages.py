@@ -13,8 +13,10 @@ from checkpoint_files import GOLDEN
 from hub_server import HubServer
 from hub_user import ROOT, HubUser
 from model_files import parrot, sparse, tiny
+from package_helpers import package_of
 from stage_processes import SMALL, StageProcess, error_line
 
+from skippy_zmq import Client
 from skippy_zmq.plan.planner import Machine, plan_stages
 from skippy_zmq.runtime.options import StageOptions
 from skippy_zmq.sources.models import open_located, open_model
@@ -104,6 +106,52 @@ def test_a_plan_without_weights(server: HubServer, user: HubUser, tmp_path: Path
     assert not located.path.exists()
     assert {request.range for request in server.transfers("model.gguf")} == {f"bytes=0-{(4 << 20) - 1}"}
     assert not list(user.directory.rglob("model.gguf"))
+
+
+def test_a_stage_of_a_package_on_the_hub_runs_with_its_parts(
+    server: HubServer, user: HubUser, socket_dir: Path, tmp_path: Path
+) -> None:
+    bird = parrot(tmp_path / "parrot.gguf", "polly", context=512)
+    package = package_of(bird.path, tmp_path / "package")
+    files = {path.relative_to(package).as_posix(): path.read_bytes() for path in package.rglob("*") if path.is_file()}
+    server.repository("o/p", files)
+    ends = [f"ipc://{socket_dir}/{index}" for index in range(2)]
+    environment = {"HF_ENDPOINT": server.endpoint}
+    with contextlib.ExitStack() as stages:
+        for layers, own, (key, other) in (("0:2", 0, ("--next", 1)), ("2:4", 1, ("--first", 0))):
+            arguments = ("--model", "hf://o/p", *SMALL, "--layers", layers, "--bind", ends[own], key, ends[other])
+            home = {"HF_HOME": str(tmp_path / f"home{own}")}  # of a machine of its own
+            stages.enter_context(StageProcess(*arguments, **environment, **home))
+        with Client(ends[0]) as client:
+            assert client.generate(token_ids=[10, 20], max_tokens=64).token_ids == bird.token_ids
+    held = [
+        {path.name for path in (tmp_path / f"home{index}").rglob("snapshots/*/layers/*.gguf")} for index in range(2)
+    ]
+    assert held == [{"00000.gguf", "00001.gguf"}, {"00002.gguf", "00003.gguf"}]
+
+
+def test_the_program_for_packages_takes_one_on_the_hub(server: HubServer, user: HubUser, tmp_path: Path) -> None:
+    model = tiny(tmp_path / "tiny.gguf")
+    package = package_of(model, tmp_path / "package")
+    files = {path.relative_to(package).as_posix(): path for path in package.rglob("*") if path.is_file()}
+    server.repository("o/p", {f"q4/{name}": path.read_bytes() for name, path in files.items()})
+    server.repository("o/plain", {"m.gguf": model.read_bytes()})
+    shown = run(user, "skippy_zmq.package", "inspect", "hf://o/p/q4")
+    assert shown.returncode == 0, shown.stderr
+    assert [line.split()[0] for line in shown.stdout.splitlines() if line.endswith("absent")] == [
+        "embeddings.gguf",
+        *(f"layers/{layer:05d}.gguf" for layer in range(4)),
+        "output.gguf",
+    ]
+    composed = run(user, "skippy_zmq.package", "compose", "hf://o/p/q4", str(tmp_path / "1.gguf"), "--layers", "1:2")
+    assert composed.returncode == 0, composed.stderr
+    assert not server.transfers("q4/layers/00000.gguf")
+    assert open_model(tmp_path / "1.gguf").identity() == open_model(model).identity()
+    verified = run(user, "skippy_zmq.package", "verify", "hf://o/p/q4")
+    assert (verified.returncode, verified.stderr) == (0, "")
+    refused = run(user, "skippy_zmq.package", "verify", "hf://o/plain")
+    assert (refused.returncode, refused.stderr) == (2, "error: hf://o/plain: holds no layer package\n")
+    assert all(request.range for request in server.transfers("m.gguf"))
 
 
 def test_a_header_longer_than_expected_is_read_on(server: HubServer, user: HubUser, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -103,6 +104,7 @@ BAD_LEGACY = {
     "many values": (struct.pack("<ii", 1, 1) + b"x" + struct.pack("<i", 1) + HUGE + bytes(64), "values of entry 0"),
     "no values": (struct.pack("<ii", 1, 1) + b"x" + struct.pack("<ii", 1, 0), "values of entry 0"),
     "infinite": (struct.pack("<ii1siif", 1, 1, b"x", 1, 1, float("inf")), "entry 'x': wanted finite numbers"),
+    "negative": (struct.pack("<ii1siif", 1, 1, b"x", 1, 1, -1.0), "entry 'x': wanted finite numbers from 0"),
     "twice": (struct.pack("<i", 2) + struct.pack("<i1siif", 1, b"x", 1, 1, 2.0) * 2, "entry 'x' appears twice"),
     "more behind": (legacy_bytes() + b"!", "got 1 bytes more"),
     "long dataset": (legacy_bytes(tail=struct.pack("<i", 1) + HUGE), "length of the dataset's name"),
@@ -184,8 +186,13 @@ def test_a_count_of_none_weighs_alike(tmp_path: Path) -> None:
 
 
 def test_what_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for path in (tmp_path, tmp_path / "absent.dat"):
-        with pytest.raises(ModelFileError, match="wanted an importance matrix, got no regular file"):
+    os.mkfifo(tmp_path / "pipe.dat")
+    for path, words in (
+        (tmp_path, "got no regular file"),
+        (tmp_path / "pipe.dat", "got no regular file"),
+        (tmp_path / "absent.dat", "there is no such file"),
+    ):
+        with pytest.raises(ModelFileError, match=f"wanted an importance matrix, {words}"):
             read_imatrix(path)
     monkeypatch.setattr(imatrix, "MAX_FILE_BYTES", 100)
     with pytest.raises(ModelFileError, match="of at most 100 bytes, got"):

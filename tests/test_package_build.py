@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -220,6 +221,44 @@ def test_a_full_disk_is_said_before_anything_is_written(
     assert not list((tmp_path / "package").rglob("*.gguf"))
 
 
+def test_composing_where_it_cannot_be(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compose", str(package), str(tmp_path / "absent" / "x.gguf")]) == 2
+    assert capsys.readouterr().err.endswith("absent: cannot be written: No such file or directory\n")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: shutil._ntuple_diskusage(1, 1, 1))
+    assert main(["compose", str(package), str(tmp_path / "x.gguf")]) == 2
+    assert re.search(r"x\.gguf: wanted \d+ bytes of space, 1 are free there\n$", capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_that_no_build_wrote_are_not_replaced(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    mine = folder / "output.gguf"
+    mine.write_bytes(model.read_bytes())
+    with pytest.raises(OptionError, match=r"mine/output\.gguf: is there already, and no build wrote it"):
+        package_of(mine, folder)
+    assert list(folder.iterdir()) == [mine]
+    assert mine.read_bytes() == model.read_bytes()
+    with pytest.raises(OptionError, match="is a file, wanted a folder for the package"):
+        package_of(model, mine)
+
+
+def test_parts_that_the_model_does_not_have_are_removed(package: Path, model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "package"
+    _start_and_kill(tiny(tmp_path / "longer.gguf", n_layers=6), folder, 1_250_000)
+    assert (folder / "layers/00004.gguf").exists()
+    package_of(model, folder)
+    assert _inodes(folder).keys() == _inodes(package).keys()
+
+
+def test_a_refused_source_leaves_no_folder(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match="wanted a projector"):
+        build_package(GgufWeights(open_model(model)), tmp_path / "package", [model])
+    assert not (tmp_path / "package").exists()
+
+
 def test_verify_lists_all_problems(package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(package)]) == 0
     folder = tmp_path / "package"
@@ -273,6 +312,9 @@ def test_inspect(package: Path, capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert values["n_layers"] == 4
     assert [part["present"] for part in values["parts"]] == [True] * 6 + [False]
     assert values["identity"] == open_model(package).identity()
+    edited(folder, lambda content: content.update(name="\x1b[31mtiny\nx"))  # a terminal obeys none of it
+    assert main(["inspect", str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "?[31mtiny?x: llama, 4 layers, 39 tensors"
 
 
 def test_the_program_in_a_process_of_its_own(model: Path, tmp_path: Path) -> None:
@@ -290,6 +332,8 @@ def test_the_program_in_a_process_of_its_own(model: Path, tmp_path: Path) -> Non
     assert again.stderr.count("\n") == 1
     existing = run("compose", tmp_path / "package", model)
     assert (existing.returncode, "is there already" in existing.stderr) == (2, True)
+    assert run("inspect", tmp_path / "nope").stderr == f"error: {tmp_path / 'nope'}: no such file or folder\n"
+    assert "is a file, wanted the folder of a package" in run("verify", model).stderr
     assert run("inspect", tmp_path).stderr.startswith(f"error: {tmp_path}: no model-package.json there")
     assert run("compose", tmp_path / "package", tmp_path / "x.gguf", "--layers", "3:9").returncode == 2
     assert not (tmp_path / "x.gguf").exists()

@@ -24,6 +24,7 @@ from skippy_zmq.runtime.options import check_options
 from skippy_zmq.runtime.stage_model import StageModel
 from skippy_zmq.sources import gguf_model
 from skippy_zmq.sources.models import open_model
+from skippy_zmq.sources.needed_files import package_parts
 from skippy_zmq.sources.package.building import build_package
 from skippy_zmq.sources.package.opening import PackageModel, open_package
 from skippy_zmq.sources.package.weight_source import GgufWeights
@@ -71,6 +72,16 @@ def test_every_stage_needs_its_own_parts_only_and_gives_the_bits_of_the_whole(tm
             sources.append(open_model(with_parts(package, folder, parts)))
         staged = StagedModel(sources, boundaries, stage_options(DEFAULTS, n_ctx))
         assert first_difference(steps, wanted, staged.run(steps)) is None, boundaries
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_fetched_for_a_stage_is_what_it_opens(tmp_path: Path, name: str) -> None:
+    package = open_package(package_of(_model(name, tmp_path), tmp_path / "package"))
+    text = (package.path / "model-package.json").read_bytes()
+    for start, end in itertools.combinations(range(5), 2):
+        layers = LayerRange(start, end)
+        opened = {package.manifest.parts[index].path for index in package.used_parts(layers)}
+        assert set(package_parts(text, "m", layers)) == opened, layers
 
 
 @pytest.fixture(scope="module")

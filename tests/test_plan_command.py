@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,17 @@ import pytest
 from checkpoint_files import GOLDEN
 from model_files import tiny
 from package_helpers import package_of, with_parts
+from pipeline_helpers import FLOAT32, greedy_ids
+from stage_processes import StageProcess
 
+from skippy_zmq import Client
 from skippy_zmq.plan.__main__ import main
 from skippy_zmq.runtime.opening import open_with_options
 from skippy_zmq.runtime.stage_model import StageModel
 from skippy_zmq.sources.references import locate
 from skippy_zmq.stage.config import check_role, parse_config
+
+pytest_plugins = ("stage_fixtures", "transport_fixtures")
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +41,33 @@ def test_the_commands_are_ones_that_stages_understand(model: Path, capsys: pytes
         assert (config.options.ctx_size, config.options.lanes, config.options.mmap) == (1024, 2, False)
     assert [config.next for config in configs] == [configs[1].bind, configs[2].bind, None]
     assert configs[2].first == configs[0].bind
+
+
+@pytest.mark.parametrize("kind", ["gguf", "package", "checkpoint"])
+def test_stages_start_from_the_printed_lines(
+    kind: str,
+    start_stage: Callable[..., StageProcess],
+    socket_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And answer as transformers does, whatever the model comes from."""
+    folder = GOLDEN / "llama"
+    sources = {"gguf": folder / "reference-f32.gguf", "checkpoint": folder, "package": tmp_path / "a package"}
+    if kind == "package":
+        package_of(sources["gguf"], sources["package"])
+    ends = [f"ipc://{socket_dir}/{index}" for index in range(2)]
+    options = ["--endpoints", ",".join(ends), "-c", "256", "--lanes", "1", "--threads", "1"]
+    options += [text for key, value in FLOAT32.items() for text in (f"--{key.replace('_', '-')}", value)]
+    options += ["--quant", "f32"] if kind == "checkpoint" else []
+    assert main([str(sources[kind]), "--stages", "2", *options]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("python -m skippy_zmq.stage ")]
+    stages = [start_stage(*shlex.split(line)[3:], "--no-progress") for line in lines]
+    assert len(stages) == 2
+    stages[0].ready()
+    expected = json.loads((folder / "expected.json").read_text())
+    with Client(ends[0]) as client:
+        assert greedy_ids(client, expected["prompt_ids"], len(expected["greedy_ids"])) == expected["greedy_ids"]
 
 
 def _stages(model: Path, capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[str, Any]]:

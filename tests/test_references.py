@@ -10,7 +10,13 @@ from model_files import shards, tiny
 
 from skippy_zmq.errors import ModelFileError, OptionError
 from skippy_zmq.sources.gguf_model import open_model
-from skippy_zmq.sources.needed_files import checkpoint_shape, checkpoint_shards, gguf_files, package_parts
+from skippy_zmq.sources.needed_files import (
+    checkpoint_shape,
+    checkpoint_shards,
+    gguf_files,
+    package_parts,
+    package_projectors,
+)
 from skippy_zmq.sources.references import HubReference, locate, parse_reference, revision_conflict
 from skippy_zmq.sources.relative_names import checked_name
 from skippy_zmq.topology import LayerRange
@@ -129,8 +135,19 @@ def test_kinds_of_local_models(tmp_path: Path) -> None:
     assert locate(tmp_path / "checkpoint").kind == "checkpoint"
     assert locate(weights).path == weights
     assert locate(weights).kind == "checkpoint"
+    assert locate(tmp_path / "checkpoint" / "config.json").path == tmp_path / "checkpoint"
     tiny(tmp_path / "checkpoint" / "made-of-it.gguf")
     assert locate(tmp_path / "checkpoint").kind == "checkpoint"
+
+
+def test_a_path_that_is_not_there(tmp_path: Path) -> None:
+    for path, words in (
+        (tmp_path / "m.gguf", r"m\.gguf: no such file or folder$"),
+        (Path("owner/name"), "owner/name: no such file or folder; a model on a hub is hf://owner/name$"),
+        (Path("https://hub/owner/name"), "no such file or folder; wanted hf://owner/name"),
+    ):
+        with pytest.raises(ModelFileError, match=words):
+            locate(path)
 
 
 def test_a_folder_of_several_models_asks_for_one(tmp_path: Path) -> None:
@@ -184,6 +201,13 @@ def manifest(*, tied: bool = False, path: object = "shared.gguf") -> bytes:
 def test_parts_of_a_package(layers: str | None, tied: bool, wanted: list[str]) -> None:
     stage = LayerRange.parse(layers) if layers else None
     assert package_parts(manifest(tied=tied), "m", stage) == [f"{name}.gguf" for name in wanted]
+
+
+def test_projectors_of_a_package_are_no_parts_of_a_stage() -> None:
+    assert package_projectors(manifest(), "m") == ["mmproj.gguf"]
+    assert package_projectors(b"{}", "m") == []
+    with pytest.raises(ModelFileError, match="m: file name"):
+        package_projectors(b'{"parts": [{"kind": "mmproj", "path": "../x.gguf"}]}', "m")
 
 
 def test_parts_of_a_package_that_lead_elsewhere() -> None:

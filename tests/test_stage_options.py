@@ -59,6 +59,7 @@ SETTINGS: dict[str, tuple[list[str], Any, Any]] = {
     "check_tensors": (["--check-tensors"], True, True),
     "host_buffer": (["--no-host-buffer"], False, False),
     "quant": (["--quant", "q4_k_m"], "Q4_K_M", "Q4_K_M"),
+    "quant_strict": (["--quant-strict"], True, True),
     "imatrix": (["--imatrix", "im.dat"], "im.dat", "im.dat"),
     "weights_cache": (["--weights-cache", "kept"], "kept", "kept"),
     "weights_cache_bytes": (["--weights-cache-bytes", "2T"], "2 TiB", 2 << 40),
@@ -113,6 +114,15 @@ def test_the_command_line_goes_over_the_file() -> None:
     config = {"lanes": 3, "mmap": False, "cache_type_k": "f32", "device": ["none"]}
     options = from_command_line("--lanes", "5", "--mmap", "--cache-type-k", "q4_0", config=config)
     assert (options.lanes, options.mmap, options.cache_type_k, options.device) == (5, True, "q4_0", ("none",))
+    types = {"quant": "Q8_0", "imatrix": "a.dat"}
+    chosen = [from_command_line(*given, config=types) for given in ((), ("--quant", "iq2_xxs", "--imatrix", "b.dat"))]
+    assert [(found.quant, found.imatrix) for found in chosen] == [("Q8_0", "a.dat"), ("IQ2_XXS", "b.dat")]
+    assert (from_command_line().quant, from_command_line().imatrix) == ("preserve", "")
+
+
+def test_a_wrong_recipe_is_named_once() -> None:
+    with pytest.raises(OptionError, match=r"options: quant: wanted one of preserve, F32, .*, Q1_0 \(got 'Q8'\)$"):
+        from_command_line("--quant", "Q8")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from skippy_zmq.errors import SkippyError
+from skippy_zmq.errors import ModelFileError, SkippyError
 from skippy_zmq.package.report import package_json, package_table
 from skippy_zmq.runtime.opening import open_with_options
 from skippy_zmq.runtime.options import check_options
@@ -24,11 +24,12 @@ from skippy_zmq.sources.package.opening import open_package
 from skippy_zmq.sources.package.reading import package_folder, read_manifest
 from skippy_zmq.sources.package.verifying import verify_package
 from skippy_zmq.sources.package.weight_source import GgufWeights
-from skippy_zmq.sources.references import locate
+from skippy_zmq.sources.references import fetch_projectors, locate, outline, parse_reference
 from skippy_zmq.topology import LayerRange
 
 _EXIT_PROBLEMS = 1
 _EXIT_INTERRUPTED = 130
+_PACKAGE = "the folder of a package, or hf://owner/name[@revision][/folder]"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,12 +61,12 @@ def parser() -> argparse.ArgumentParser:
         help="importance matrix for --quant; a relative path is relative to the checkpoint's folder",
     )
     inspect = commands.add_parser("inspect", help="show what is in a package; reads the manifest only")
-    inspect.add_argument("package", type=Path, metavar="PACKAGE")
+    inspect.add_argument("package", metavar="PACKAGE", help=_PACKAGE)
     inspect.add_argument("--json", action="store_true", help="for scripts")
     verify = commands.add_parser("verify", help="check every byte; list all problems; exit code 1 where there are any")
-    verify.add_argument("package", type=Path, metavar="PACKAGE")
+    verify.add_argument("package", metavar="PACKAGE", help=_PACKAGE)
     composed = commands.add_parser("compose", help="write the model as one GGUF file")
-    composed.add_argument("package", type=Path, metavar="PACKAGE")
+    composed.add_argument("package", metavar="PACKAGE", help=_PACKAGE)
     composed.add_argument("output", type=Path, metavar="OUT.gguf")
     composed.add_argument(
         "--layers",
@@ -73,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="A:B",
         help="a sparse file that has the whole tensor table, and the bytes of one stage only",
     )
-    for command in (build, verify, composed):
+    for command in (build, inspect, verify, composed):
         command.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
     return result
 
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("error: interrupted; the same command goes on where it was", file=sys.stderr)
+        print("error: interrupted; a build goes on where it was when it is started again", file=sys.stderr)
         return _EXIT_INTERRUPTED
 
 
@@ -104,34 +105,61 @@ def _build(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    folder = package_folder(arguments.package)
-    manifest = read_manifest(folder)
-    if arguments.json:
-        print(json.dumps(package_json(folder, manifest)))
-    else:
-        print("\n".join(package_table(folder, manifest)))
+    with _outlined(arguments) as path:
+        folder = package_folder(path)
+        manifest = read_manifest(folder)
+        if arguments.json:
+            print(json.dumps(package_json(folder, manifest)))
+        else:
+            print("\n".join(package_table(folder, manifest)))
     return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    path = _fetched(arguments, projectors=True)
     with _bar(arguments, "verifying") as (begin, progress):
-        problems = verify_package(arguments.package, begin=begin, progress=progress)
+        problems = verify_package(path, begin=begin, progress=progress)
     for problem in problems:
         print(problem)
     if problems:
-        print(f"error: {arguments.package}: {len(problems)} problems", file=sys.stderr)
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        print(f"error: {arguments.package}: {count}", file=sys.stderr)
         return _EXIT_PROBLEMS
     print(f"{arguments.package}: all parts are what the manifest says")
     return 0
 
 
 def _compose(arguments: argparse.Namespace) -> int:
-    package = open_package(arguments.package)
+    package = open_package(_fetched(arguments, arguments.layers))
     with _bar(arguments, "composing") as (begin, progress):
         copied = compose(package, arguments.output, arguments.layers, begin=begin, progress=progress)
     held = "" if arguments.layers is None else f" for layers {arguments.layers}"
     print(f"{arguments.output}: {copied} bytes of weights{held}")
     return 0
+
+
+@contextlib.contextmanager
+def _outlined(arguments: argparse.Namespace) -> Iterator[Path]:
+    """Where the manifest of the package lies, fetched if need be."""
+    if parse_reference(arguments.package) is None:
+        yield Path(arguments.package)
+        return
+    with outline(arguments.package, open_hub=partial(Hub, progress=arguments.progress)) as located:
+        if located.kind != "package":
+            raise ModelFileError(f"{arguments.package}: holds no layer package")
+        yield located.path
+
+
+def _fetched(arguments: argparse.Namespace, layers: LayerRange | None = None, *, projectors: bool = False) -> Path:
+    """The folder of the package, its parts fetched if need be: of ``layers``, or all."""
+    with _outlined(arguments) as path:
+        if parse_reference(arguments.package) is None:
+            return path
+    open_hub = partial(Hub, progress=arguments.progress)
+    located = locate(arguments.package, layers, open_hub=open_hub)
+    if projectors:
+        fetch_projectors(located, open_hub=open_hub)
+    return located.path
 
 
 _COMMANDS = {"build": _build, "inspect": _inspect, "verify": _verify, "compose": _compose}

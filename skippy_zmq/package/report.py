@@ -44,13 +44,15 @@ def package_table(folder: Path, manifest: Manifest) -> list[str]:
         if part.projector is not None:
             facts = part.projector
             seen = [name for name, has in (("vision", facts.vision), ("audio", facts.audio)) if has]
-            types = " ".join(filter(None, (facts.type, *seen)))
+            types = _printable(" ".join(filter(None, (facts.type, *seen))))
         absent = "" if _present(folder, part.path, part.size) else "absent"
         rows.append((part.path, kind, str(part.tensor_count), f"{part.size / _MIB:.1f}", types, absent))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     total = sum(part.size for part in manifest.parts) / _MIB
     return [
-        f"{manifest.name}: {manifest.architecture}, {manifest.n_layers} layers, {len(manifest.tensors)} tensors",
+        _printable(
+            f"{manifest.name}: {manifest.architecture}, {manifest.n_layers} layers, {len(manifest.tensors)} tensors"
+        ),
         f"identity {manifest.identity}",
         *_quantization(manifest),
         "",
@@ -58,6 +60,11 @@ def package_table(folder: Path, manifest: Manifest) -> list[str]:
         "",
         f"{len(manifest.parts)} parts, {total:.1f} MiB",
     ]
+
+
+def _printable(text: str) -> str:
+    """What a stranger's file says, without the control characters that a terminal would obey."""
+    return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:

@@ -36,7 +36,7 @@ def open_with_options(located: LocatedModel, options: StageOptions) -> GgufModel
     from skippy_zmq.runtime.quantize import quantized  # loads llama.cpp, which the rest does not need
 
     imatrix = _imatrix(located.path, options.imatrix)
-    return quantized(source, recipe, imatrix=imatrix, threads=options.prefill_threads)
+    return quantized(source, recipe, imatrix=imatrix, threads=options.prefill_threads, strict=options.quant_strict)
 
 
 def _imatrix(path: Path, name: str) -> ImportanceMatrix | None:

@@ -82,6 +82,9 @@ class StageOptions(BaseModel):
     quant: str = Field(
         "preserve", description="types of a checkpoint's weights: preserve, or a recipe of llama-quantize like Q4_K_M"
     )
+    quant_strict: bool = Field(
+        False, description="refuse a recipe where rows of a tensor do not fit its type, instead of taking another type"
+    )
     imatrix: str = Field(
         "", description="importance matrix for --quant; a relative path is relative to the checkpoint's folder"
     )
@@ -176,7 +179,7 @@ class StageOptions(BaseModel):
         try:
             recipe = recipe_named(value)
         except OptionError as error:
-            raise ValueError(str(error).removeprefix("quant: ")) from None
+            raise ValueError(str(error).removeprefix("quant: ").rpartition(", got ")[0]) from None
         return PRESERVE if recipe is None else recipe.name
 
     @field_validator("split_mode")

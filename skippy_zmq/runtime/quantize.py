@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +20,8 @@ from skippy_zmq.sources.gguf_model import GgufModel, Quantization, RowBytes, Row
 from skippy_zmq.sources.gguf_values import UINT32, shown
 from skippy_zmq.sources.gguf_writer import encoded, encoded_values, header_bytes
 from skippy_zmq.sources.imatrix import ImportanceMatrix
+
+log = logging.getLogger("skippy_zmq.stage")
 
 _PLAIN = frozenset((F32, F16, BF16))
 _QUANTIZATION_VERSION = 2  # GGML_QNT_VERSION
@@ -61,15 +65,15 @@ def quantized(
 ) -> GgufModel:
     """``source``, whose tensors are F32, F16 or BF16, as a model in the recipe's types that quantizes while it loads.
 
-    Raise OptionError where the recipe needs importances that are not there or, with ``strict``, where rows of a tensor
-    do not fit its type and it falls back to another; ModelFileError for a source that is quantized already.
+    The types are logged, with a warning for tensors whose rows do not fit theirs, which get another. Raise OptionError
+    where the recipe needs importances that are not there or, with ``strict``, for such tensors; ModelFileError for a
+    source that is quantized already.
     """
     if source.rows is None or source.content is None:
         raise ModelFileError(f"{source.path}: wanted a model that is made while it loads, got files")
     plan = planned_types(source, recipe, has_imatrix=imatrix is not None)
     _check_sources(source, plan)
-    if strict:
-        _check_fallbacks(source, recipe, plan)
+    _report_types(source, recipe, plan, strict=strict)
     importances = _importances(source, recipe, plan, imatrix)
     values = encoded_values(source.header)
     values["general.quantization_version"] = encoded(UINT32, _QUANTIZATION_VERSION)
@@ -143,14 +147,20 @@ def _check_sources(source: GgufModel, plan: Sequence[TensorType]) -> None:
             )
 
 
-def _check_fallbacks(source: GgufModel, recipe: Recipe, plan: Sequence[TensorType]) -> None:
+def _report_types(source: GgufModel, recipe: Recipe, plan: Sequence[TensorType], *, strict: bool) -> None:
+    counts = Counter(type_name(planned.type) for planned in plan)
+    log.info("%s: %s", recipe.name, ", ".join(f"{count} tensors {name}" for name, count in counts.most_common()))
+    for planned in plan:
+        log.debug("%s: %s becomes %s", recipe.name, shown(planned.name), type_name(planned.type))
     fallen = [planned for planned in plan if planned.fell_back]
-    if fallen:
-        one = fallen[0]
-        raise OptionError(
-            f"{source.path}: {recipe.name}: {len(fallen)} of {len(plan)} tensors have rows that do not fit, such as"
-            f" {shown(one.name)}: wanted {type_name(one.without_fallback)}, would become {type_name(one.type)}"
-        )
+    if not fallen:
+        return
+    one = fallen[0]
+    text = f"{source.path}: {recipe.name}: {len(fallen)} of {len(plan)} tensors have rows that do not fit, such as"
+    text += f" {shown(one.name)}: wanted {type_name(one.without_fallback)}, "
+    if strict:
+        raise OptionError(f"{text}would become {type_name(one.type)}")
+    log.warning("%s", f"{text}becomes {type_name(one.type)}")
 
 
 def _importances(

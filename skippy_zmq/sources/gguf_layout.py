@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skippy_zmq.sources.gguf_header import MAGIC, GgufHeader
-from skippy_zmq.sources.gguf_values import INT32, STRING, U32, U64, UINT16
+from skippy_zmq.sources.gguf_values import SCALAR_CODES, STRING, U32, U64
 
 _VERSION = 3
-_CODES = {UINT16: "<H", INT32: "<i"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +32,12 @@ class Layout:
 
 
 def number_pair(key: str, value_type: int, value: int) -> bytes:
-    """A key-value pair with a number of type UINT16 or INT32."""
-    return _text(key) + U32.pack(value_type) + struct.pack(_CODES[value_type], value)
+    """A key-value pair with a whole number of a GGUF type."""
+    return encoded_text(key) + U32.pack(value_type) + struct.pack("<" + SCALAR_CODES[value_type], value)
 
 
 def text_pair(key: str, value: str) -> bytes:
-    return _text(key) + U32.pack(STRING) + _text(value)
+    return encoded_text(key) + U32.pack(STRING) + encoded_text(value)
 
 
 def pairs_of(header: GgufHeader) -> list[bytes]:
@@ -57,13 +56,14 @@ def lay_out(pairs: Sequence[bytes], tensors: Sequence[TensorEntry], alignment: i
         relative.append(start)
         end = start + tensor.nbytes
         shape = b"".join(map(U64.pack, tensor.shape))
-        table.append(_text(tensor.name) + U32.pack(len(tensor.shape)) + shape + U32.pack(tensor.type) + U64.pack(start))
+        name = encoded_text(tensor.name)
+        table.append(name + U32.pack(len(tensor.shape)) + shape + U32.pack(tensor.type) + U64.pack(start))
     header = MAGIC + U32.pack(_VERSION) + U64.pack(len(tensors)) + U64.pack(len(pairs)) + b"".join([*pairs, *table])
     if tensors:
         header = header.ljust(-(-len(header) // alignment) * alignment, b"\0")
     return Layout(header, tuple(len(header) + start for start in relative), len(header) + end)
 
 
-def _text(text: str) -> bytes:
-    raw = text.encode()
+def encoded_text(text: str | bytes) -> bytes:
+    raw = text.encode() if isinstance(text, str) else text
     return U64.pack(len(raw)) + raw

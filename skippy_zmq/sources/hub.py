@@ -262,8 +262,9 @@ class Hub:
         files = []
         for item in info.siblings or ():
             name = checked_name(item.rfilename, f"hf://{repository}@{commit}")
-            sha256 = getattr(item.lfs, "sha256", None) or ""
-            files.append(HubFile(name, item.size, sha256, "" if sha256 else item.blob_id or ""))
+            size = item.size if isinstance(item.size, int) and item.size >= 0 else None
+            sha256 = str(getattr(item.lfs, "sha256", None) or "")
+            files.append(HubFile(name, size, sha256, "" if sha256 else str(item.blob_id or "")))
         return Listing(commit, tuple(files))
 
     def _api(self) -> HfApi:

@@ -45,6 +45,8 @@ class ImportanceMatrix:
 def read_imatrix(path: Path) -> ImportanceMatrix:
     """Read either format; raise ModelFileError (one line: file, thing, wanted, got) for anything else."""
     try:
+        if not path.exists():
+            raise ModelFileError(f"{path}: wanted an importance matrix, there is no such file")
         if not path.is_file():
             raise ModelFileError(f"{path}: wanted an importance matrix, got no regular file")
         size = path.stat().st_size
@@ -55,8 +57,8 @@ def read_imatrix(path: Path) -> ImportanceMatrix:
         raise ModelFileError(f"{path}: cannot read importance matrix: {error.strerror}") from None
     entries, datasets, chunks = _read_gguf(path, raw) if raw[:4] == MAGIC else _read_legacy(path, raw)
     for name, values in entries.items():
-        if not np.isfinite(values).all():
-            raise ModelFileError(f"{path}: entry {shown(name)}: wanted finite numbers")
+        if not np.isfinite(values).all() or values.min(initial=0.0) < 0.0:  # llama.cpp asserts on what they give
+            raise ModelFileError(f"{path}: entry {shown(name)}: wanted finite numbers from 0, as squares are")
     return ImportanceMatrix(path, hashlib.sha256(raw).hexdigest(), MappingProxyType(entries), datasets, chunks)
 
 
@@ -107,6 +109,8 @@ def _mean_squares(path: Path, raw: bytes, name: str, tensors: Mapping[str, Tenso
 def _values(path: Path, raw: bytes, tensor: TensorInfo) -> Importances:
     if tensor.type != F32:
         raise ModelFileError(f"{path}: tensor {shown(tensor.name)}: wanted F32, got {type_name(tensor.type)}")
+    if tensor.offset + tensor.nbytes > len(raw):
+        raise ModelFileError(f"{path}: was written while it was read; try again")
     return np.frombuffer(raw, np.dtype("<f4"), tensor.nbytes // 4, tensor.offset)
 
 

@@ -101,6 +101,13 @@ def package_parts(manifest: bytes, where: str, layers: LayerRange | None = None)
     return found
 
 
+def package_projectors(manifest: bytes, where: str) -> list[str]:
+    """Paths, relative to the manifest, of the projectors, which no stage reads; raises as ``package_parts``."""
+    parts = _object(manifest, where).get("parts")
+    found = [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    return [checked_name(part.get("path"), where) for part in found if part.get("kind") == "mmproj"]
+
+
 def is_checkpoint(names: Iterable[str], prefix: str = "") -> bool:
     """Whether the folder ``prefix`` (empty, or ending with ``/``) holds a checkpoint."""
     here = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import tempfile
@@ -31,6 +32,7 @@ from skippy_zmq.sources.needed_files import (
     gguf_models,
     is_checkpoint,
     package_parts,
+    package_projectors,
 )
 from skippy_zmq.sources.relative_names import checked_name
 from skippy_zmq.topology import LayerRange
@@ -179,6 +181,22 @@ def outline(model: str | Path, *, open_hub: Callable[[], Hub] = Hub, beside: str
         yield LocatedModel(path, kind, located.reference, located.revision)
 
 
+def fetch_projectors(package: LocatedModel, *, open_hub: Callable[[], Hub] = Hub) -> None:
+    """Fetch what ``locate`` leaves out of a package on a hub, because no stage reads it; errors as of ``locate``.
+
+    Nothing is to be done for a package on this machine.
+    """
+    reference = parse_reference(package.reference)
+    if reference is None:
+        return
+    manifest = (package.path / PACKAGE_MANIFEST).read_bytes()
+    prefix = f"{reference.file}/" if reference.file else ""
+    files = [prefix + path for path in package_projectors(manifest, f"{package.reference}/{PACKAGE_MANIFEST}")]
+    if files:
+        hub = open_hub()
+        hub.fetch(hub.snapshot(reference.repository, reference.revision), files)
+
+
 def revision_conflict(one: str, other: str) -> str:
     """Why two stages whose models come from ``one`` and ``other`` may not work together; empty where they may.
 
@@ -194,6 +212,10 @@ def revision_conflict(one: str, other: str) -> str:
 def local_model(path: Path) -> LocatedModel:
     """What lies at ``path``; of a folder with one GGUF model, that. Raises ModelFileError for a folder without one."""
     kind: Kind = "gguf"
+    if path.name == CHECKPOINT_CONFIG:
+        path = path.parent
+    if not os.path.lexists(path):
+        raise ModelFileError(f"{path}: no such file or folder{_meant(path)}")
     if path.name.endswith((".safetensors", ".safetensors.index.json")):
         kind = "checkpoint"
     elif path.name == PACKAGE_MANIFEST:
@@ -209,6 +231,14 @@ def local_model(path: Path) -> LocatedModel:
             kind, main = _choose(names, "", str(path))
             path = path / main if kind == "gguf" else path
     return LocatedModel(path, kind, str(path))
+
+
+def _meant(path: Path) -> str:
+    """What somebody may have meant who named a path that is not there."""
+    parts = path.parts
+    if parts[:1] in (("https:",), ("http:",)):
+        return f"; {_WANTED}"
+    return f"; a model on a hub is {SCHEME}{path}" if len(parts) == 2 and all(map(_NAME.match, parts)) else ""
 
 
 def _choose(names: Sequence[str], chosen: str, where: str) -> tuple[Kind, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from skippy_zmq.sources.checkpoint.tokenizer import tokenizer_metadata
 from skippy_zmq.sources.gguf_header import TensorInfo
 from skippy_zmq.sources.gguf_model import GgufModel, open_header
 from skippy_zmq.sources.gguf_values import ARRAY, U64
+from skippy_zmq.sources.gguf_vocabulary import MAX_TOKENS
 from skippy_zmq.sources.gguf_writer import encoded, encoded_array, header_bytes
 
 # Part of what a checkpoint is known by: another number where the same files give other tensors.
@@ -39,15 +41,21 @@ class Checkpoint:
     tensors: Mapping[str, CheckpointTensor]
 
     def header(self, types: Mapping[str, int] = MappingProxyType({})) -> bytes:
-        """A GGUF header up to the first tensor's data; ``types``: of tensors that are not to have their own."""
-        values = {
-            key: encoded_array(entry.element_type, entry.value)  # type: ignore[arg-type]
-            if entry.type == ARRAY
-            else encoded(entry.type, entry.value)  # type: ignore[arg-type]
-            for key, entry in self.metadata.items()
-        }
+        """A GGUF header up to the first tensor's data; ``types``: of tensors that are not to have their own.
+
+        Raise ModelFileError for a value that GGUF cannot hold.
+        """
+        values = {key: self._encoded(key, entry) for key, entry in self.metadata.items()}
         table = [(tensor.name, types.get(tensor.name, tensor.type), tensor.shape) for tensor in self.tensors.values()]
         return header_bytes(values, table)
+
+    def _encoded(self, key: str, entry: Entry) -> bytes:
+        try:
+            if entry.type == ARRAY:
+                return encoded_array(entry.element_type, entry.value)  # type: ignore[arg-type]
+            return encoded(entry.type, entry.value)  # type: ignore[arg-type]
+        except (struct.error, OverflowError) as error:
+            raise ModelFileError(f"{self.path}: {key}: does not fit its GGUF type: {error}") from None
 
     def rows(self, name: str, first_row: int, n_rows: int) -> Rows:
         """Rows of a tensor in its own type: [n_rows, row length]; raise ModelFileError."""
@@ -102,6 +110,8 @@ def open_checkpoint(path: str | Path, outlines: Mapping[str, Path] = MappingProx
     if embedding is None or len(embedding.shape) != 2:
         raise ModelFileError(f"{path}: wanted a matrix of token embeddings, got none")
     n_rows = embedding.shape[1]
+    if n_rows > MAX_TOKENS:
+        raise ModelFileError(f"{path}: wanted at most {MAX_TOKENS} rows of embeddings, got {n_rows}")
     if config.count("vocab_size") != n_rows:
         raise config.fail("vocab_size", f"wanted {n_rows}, the rows of embeddings, got {config.count('vocab_size')}")
     metadata: Metadata = {

@@ -10,10 +10,12 @@ from typing import Any
 
 from skippy_zmq.errors import ModelFileError
 from skippy_zmq.sources.checkpoint.json_file import read_object
+from skippy_zmq.sources.gguf_hyperparameters import MAX_BLOCKS
 from skippy_zmq.sources.gguf_values import shown
+from skippy_zmq.sources.needed_files import CHECKPOINT_CONFIG
 
-CONFIG_NAME = "config.json"
 _UINT32_MAX = 2**32 - 1
+_FLOAT32_MIN, _FLOAT32_MAX = 2.0**-149, (2 - 2**-23) * 2.0**127  # of those that are not 0
 _QUANTIZER_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json", "quantization_config.json")
 
 
@@ -36,6 +38,13 @@ class Config:
         """The value of ``key``; None where it is absent or null and has no default."""
         value = self.values.get(key)
         return self.defaults.get(key) if value is None else value
+
+    def n_layers(self) -> int:
+        """How many layers there are: tables are made of as many rows before a header is checked."""
+        count = self.count("num_hidden_layers")
+        if count > MAX_BLOCKS:
+            raise self.fail("num_hidden_layers", f"wanted at most {MAX_BLOCKS}, got {count}")
+        return count
 
     def count(self, key: str, low: int = 1) -> int:
         value = self.optional_count(key, low)
@@ -77,21 +86,21 @@ class Config:
 
 
 def number(config: Config, key: str, value: object) -> float:
-    """``value`` of setting ``key`` as a finite number; raise ModelFileError."""
+    """``value`` of setting ``key`` as a number that a float32 holds; raise ModelFileError."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise config.fail(key, f"wanted a number, got {shown(str(value))}")
     try:
         result = float(value)
     except OverflowError:
         result = math.inf
-    if not math.isfinite(result):
-        raise config.fail(key, "wanted a finite number")
+    if result != 0.0 and not _FLOAT32_MIN <= abs(result) <= _FLOAT32_MAX:
+        raise config.fail(key, f"wanted a finite number of 32 bits, got {result:g}")
     return result
 
 
 def read_config(folder: Path) -> Config:
     """Read config.json and refuse a checkpoint that is quantized already; raise ModelFileError."""
-    path = folder / CONFIG_NAME
+    path = folder / CHECKPOINT_CONFIG
     values = read_object(path)
     _refuse_quantized(path, values)
     architectures = values.get("architectures")

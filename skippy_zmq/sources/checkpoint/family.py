@@ -10,6 +10,7 @@ from skippy_zmq.sources.checkpoint import rope
 from skippy_zmq.sources.checkpoint.config import Config
 from skippy_zmq.sources.checkpoint.metadata import Metadata, f32, u32
 from skippy_zmq.sources.checkpoint.rope import Rope
+from skippy_zmq.sources.gguf_hyperparameters import MAX_EXTENT
 
 SCALINGS = ("default", "linear", "yarn")
 
@@ -42,7 +43,7 @@ def describe(family: Family, config: Config, settings: Rope) -> Metadata:
     name = family.architecture
     heads = config.count("num_attention_heads")
     values: Metadata = {
-        f"{name}.block_count": u32(config.count("num_hidden_layers")),
+        f"{name}.block_count": u32(config.n_layers()),
         f"{name}.context_length": u32(config.count("max_position_embeddings")),
         f"{name}.embedding_length": u32(config.count("hidden_size")),
         f"{name}.feed_forward_length": u32(config.count("intermediate_size")),
@@ -58,13 +59,15 @@ def describe(family: Family, config: Config, settings: Rope) -> Metadata:
 
 def head_length(config: Config) -> int:
     """Elements of a head; raise ModelFileError where neither head_dim nor the sizes give it."""
-    given = config.optional_count("head_dim")
-    if given is not None:
-        return given
-    width, heads = config.count("hidden_size"), config.count("num_attention_heads")
-    if width % heads:
-        raise config.fail("num_attention_heads", f"wanted a divisor of hidden_size {width}, got {heads}")
-    return width // heads
+    key, length = "head_dim", config.optional_count("head_dim")
+    if length is None:
+        width, heads = config.count("hidden_size"), config.count("num_attention_heads")
+        if width % heads:
+            raise config.fail("num_attention_heads", f"wanted a divisor of hidden_size {width}, got {heads}")
+        key, length = "hidden_size", width // heads
+    if length > MAX_EXTENT:
+        raise config.fail(key, f"wanted heads of at most {MAX_EXTENT} elements, got {length}")
+    return length
 
 
 def tied(family: Family, config: Config) -> bool:

@@ -83,7 +83,7 @@ def smollm3(config: Config, settings: Rope, name: str) -> Metadata:
 
 def check_smollm3(config: Config) -> None:
     refuse_window(config)
-    n_layers = config.count("num_hidden_layers")
+    n_layers = config.n_layers()
     layers = config.list_of("no_rope_layers", int, n_layers)
     interval = config.count("no_rope_layer_interval")
     pattern = layers or [int((layer + 1) % interval != 0) for layer in range(n_layers)]
@@ -132,7 +132,7 @@ def check_qwen3_moe(config: Config) -> None:
 def _gemma_attention_scale(config: Config, layers_with_wide_scale: int) -> None:
     """llama.cpp scales by the head length, and by the width per head in the model of so many layers."""
     heads, width = config.count("num_attention_heads"), config.count("hidden_size")
-    wide = config.count("num_hidden_layers") == layers_with_wide_scale
+    wide = config.n_layers() == layers_with_wide_scale
     wanted = width // heads if wide else head_length(config)
     if config.number("query_pre_attn_scalar") != wanted:
         raise config.fail("query_pre_attn_scalar", f"wanted {wanted}, got {config.number('query_pre_attn_scalar'):g}")
@@ -140,7 +140,7 @@ def _gemma_attention_scale(config: Config, layers_with_wide_scale: int) -> None:
 
 def _window_pattern(config: Config, name: str, period: int) -> Metadata:
     """The layers with a sliding window, unless they are all but every ``period``-th, which llama.cpp takes them for."""
-    n_layers = config.count("num_hidden_layers")
+    n_layers = config.n_layers()
     given = config.list_of("layer_types", str, n_layers)
     if given is None:
         return {}

@@ -11,10 +11,10 @@ from skippy_zmq.errors import ModelFileError
 from skippy_zmq.sources.checkpoint.json_file import read_object
 from skippy_zmq.sources.checkpoint.safetensors_table import SourceTensor, read_table
 from skippy_zmq.sources.gguf_values import shown
+from skippy_zmq.sources.needed_files import CHECKPOINT_INDEX, CHECKPOINT_SINGLE
 from skippy_zmq.sources.relative_names import checked_name, link_roots
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
+INDEX_NAME, SINGLE_NAME = CHECKPOINT_INDEX, CHECKPOINT_SINGLE
 MAX_SHARDS = 65_535
 _MAX_INDEX_BYTES = 128 * 1024 * 1024
 

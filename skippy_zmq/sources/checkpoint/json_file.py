@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,6 +14,7 @@ from skippy_zmq.sources.gguf_values import shown
 
 MAX_CONFIG_BYTES = 16 * 1024 * 1024
 MAX_TOKENIZER_BYTES = 256 * 1024 * 1024  # the largest known tokenizer.json has 33 MB
+_HALF_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")  # of a sign that takes two; JSON allows one alone, UTF-8 does not
 
 
 def read_file(path: Path, limit: int) -> bytes:
@@ -28,7 +30,7 @@ def read_file(path: Path, limit: int) -> bytes:
         if status.st_size > limit:
             raise ModelFileError(f"{path}: wanted at most {limit} bytes, got {status.st_size}")
         try:
-            return file.read(limit)
+            return file.read(status.st_size)
         except OSError as error:
             raise ModelFileError(f"{path}: cannot read: {error.strerror}") from None
 
@@ -46,12 +48,22 @@ def parse_object(path: Path, data: bytes, what: str = "") -> dict[str, Any]:
         raise ModelFileError(f"{where}: not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ModelFileError(f"{where}: wanted a JSON object, got {_kind(value)}")
+    if _HALF_ESCAPE.search(data) and not _is_text(value):
+        raise ModelFileError(f"{where}: wanted texts in Unicode, got half of a surrogate pair")
     return value
 
 
 def read_object(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """The JSON object that the file ``path`` holds; raise ModelFileError."""
     return parse_object(path, read_file(path, limit))
+
+
+def _is_text(value: dict[str, Any]) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -62,8 +62,8 @@ class Rope:
     @property
     def original_length(self) -> int:
         length = self.value(_ORIGINAL)
-        if length != int(length):
-            raise self.config.fail(f"{self.key}.{_ORIGINAL}", f"wanted a whole number, got {length:g}")
+        if length != int(length) or not 2 <= length < 2**31:
+            raise self.config.fail(f"{self.key}.{_ORIGINAL}", f"wanted a whole number from 2, got {length:g}")
         return int(length)
 
 
@@ -110,12 +110,12 @@ def _block(config: Config, key: str, value: object) -> dict[str, Any]:
 
 
 def _kind(config: Config, key: str, block: Mapping[str, Any]) -> str:
-    names = {name for name in (block.get("rope_type"), block.get("type")) if name is not None}
-    if len(names) > 1:
-        raise config.fail(f"{key}.rope_type", f"differs from type: got {' and '.join(sorted(map(str, names)))}")
-    name = names.pop() if names else "default"
+    given = [name for name in (block.get("rope_type"), block.get("type")) if name is not None]
+    name = given[0] if given else "default"
     if not isinstance(name, str):
         raise config.fail(f"{key}.rope_type", "wanted a name")
+    if given[1:] not in ([], [name]):
+        raise config.fail(f"{key}.rope_type", f"differs from type: got {shown(name)} and {shown(str(given[1]))}")
     name = _KIND_NAMES.get(name, name)
     if name not in _SETTINGS:
         raise config.fail(f"{key}.rope_type", f"unknown kind of scaling {shown(name)}")
@@ -238,6 +238,8 @@ def long_factors(rope: Rope, length: int) -> tuple[npt.NDArray[np.float32], npt.
         if not isinstance(values, list) or len(values) != length:
             raise rope.config.fail(f"{rope.key}.{name}", f"wanted a list of {length} numbers")
         numbers = [number(rope.config, f"{rope.key}.{name}", value) for value in values]
+        if min(numbers, default=1.0) <= 0.0:
+            raise rope.config.fail(f"{rope.key}.{name}", f"wanted numbers above 0, got {min(numbers):g}")
         found.append(np.array(numbers, dtype=np.float32))
     return found[0], found[1]
 

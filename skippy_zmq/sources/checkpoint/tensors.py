@@ -119,7 +119,7 @@ class _NameMap:
     def __init__(self, family: Family, config: Config) -> None:
         numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
         self.config = config
-        self._map = gguf.get_tensor_name_map(numbers[family.architecture], config.count("num_hidden_layers"))
+        self._map = gguf.get_tensor_name_map(numbers[family.architecture], config.n_layers())
 
     def gguf_name(self, name: str, source: SourceTensor) -> str:
         found: str | None = self._map.get_name(name, try_suffixes=(".weight", ".bias"))

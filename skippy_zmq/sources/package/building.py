@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from skippy_zmq.sources.package.parts import PackageParts
 from skippy_zmq.sources.package.projectors import read_projector
 from skippy_zmq.sources.package.reading import package_error
 from skippy_zmq.sources.package.weight_source import BLOCK_BYTES, WeightSource
+from skippy_zmq.sources.relative_names import name_problem
 
 JOURNAL_NAME = ".build-journal.jsonl"
 _MARGIN_BYTES = 16 << 20  # for the manifest and what a file system needs besides
@@ -49,19 +50,23 @@ def build_package(
 ) -> Manifest:
     """Write the package of ``source`` into ``folder``, made if need be; the manifest comes last.
 
-    Complete parts of an earlier build of the same source are checked by SHA-256 and kept. ``begin`` is told the bytes
-    of all parts, ``progress`` those that were written or checked since. Raises OptionError for a folder that cannot
-    take the package, ModelFileError where a source is no good.
+    Complete parts of an earlier build of the same source are checked by SHA-256 and kept, those of another are removed;
+    files that no build wrote are never replaced. ``begin`` is told the bytes of all parts, ``progress`` those that were
+    written or checked since. Raises OptionError for a folder that cannot take the package, ModelFileError where a
+    source is no good.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if folder.exists() and not folder.is_dir():
+            raise OptionError(f"{folder}: is a file, wanted a folder for the package")
         if os.path.lexists(folder / MANIFEST_NAME):
             raise OptionError(
                 f"{folder}: holds a finished package; check it with `python -m skippy_zmq.package verify {folder}`, "
                 "or give another folder"
             )
+        jobs, tensors, part_index = _jobs(source, projectors)
+        _check_own(folder, jobs)
+        folder.mkdir(parents=True, exist_ok=True)
         with _Journal(folder) as journal:
-            jobs, tensors, part_index = _jobs(source, projectors)
             begin(sum(job.part.size for job in jobs))
             _check_space(folder, jobs)
             parts = tuple(_write_part(folder, job, journal, progress) for job in jobs)
@@ -76,6 +81,7 @@ def build_package(
                 source.quantization,
             )
             manifest = replace(unnamed, identity=_identity(folder, unnamed))
+            journal.remove_others({job.part.path for job in jobs})
             text = manifest.text().encode()
             _write_file(folder / MANIFEST_NAME, lambda: iter((text,)), lambda _n: None)
             journal.remove()
@@ -216,6 +222,14 @@ def _identity(folder: Path, manifest: Manifest) -> str:
         return describe(folder, manifest, parts, parts.shared_header(opened[0])).sampled_identity()
 
 
+def _check_own(folder: Path, jobs: Sequence[_Job]) -> None:
+    if os.path.lexists(folder / JOURNAL_NAME):
+        return
+    for job in jobs:
+        if os.path.lexists(folder / job.part.path):
+            raise OptionError(f"{folder / job.part.path}: is there already, and no build wrote it; give another folder")
+
+
 def _check_space(folder: Path, jobs: Sequence[_Job]) -> None:
     missing = sum(job.part.size for job in jobs if not (folder / job.part.path).exists())
     free = shutil.disk_usage(folder).free
@@ -241,7 +255,7 @@ class _Journal:
         for line in self._file:
             with contextlib.suppress(ValueError, KeyError, TypeError):  # the last line of a build that was killed
                 entry = json.loads(line)
-                self.hashes[entry["path"], entry["key"]] = entry["sha256"]
+                self.hashes[str(entry["path"]), entry["key"]] = entry["sha256"]
         return self
 
     def __exit__(self, *_raised: object) -> None:
@@ -252,6 +266,12 @@ class _Journal:
         self._file.write(f"\n{line}\n".encode())  # on a line of its own, whatever a killed build left
         self._file.flush()
         os.fsync(self._file.fileno())
+
+    def remove_others(self, paths: Container[str]) -> None:
+        """Remove the parts that an earlier build of another model left."""
+        for path, _ in self.hashes:
+            if path not in paths and name_problem(path) is None:
+                (self._path.parent / path).unlink(missing_ok=True)
 
     def remove(self) -> None:
         self._path.unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,8 +42,11 @@ def compose(
         raise OptionError(f"{output}: is there already; remove it or give another name")
     partial = output.with_name(f".{output.name}.partial")
     copied = sum(tensor.nbytes for tensor in package.tensors if owns(tensor.name))
-    begin(copied)
     try:
+        free = shutil.disk_usage(output.parent).free
+        if copied > free:
+            raise OptionError(f"{output}: wanted {copied} bytes of space, {free} are free there")
+        begin(copied)
         with package.opened(package.used_parts(wanted)) as (_, parts), partial.open("wb") as file:
             file.write(layout.header)
             for tensor, index, offset in zip(package.tensors, package.manifest.part_of, layout.offsets, strict=True):
@@ -58,7 +62,8 @@ def compose(
             os.fsync(file.fileno())
         partial.replace(output)
     except OSError as error:
-        raise OptionError(f"{error.filename or output}: cannot be written: {error.strerror}") from None
+        path = output if error.filename in (None, str(partial)) else error.filename
+        raise OptionError(f"{path}: cannot be written: {error.strerror}") from None
     finally:
         partial.unlink(missing_ok=True)
     return copied

@@ -15,10 +15,11 @@ from skippy_zmq.sources.ggml_types import TENSOR_TYPES, type_name
 from skippy_zmq.sources.gguf_header import MAX_TENSOR_NAME_BYTES, MAX_TENSORS, tensor_bytes
 from skippy_zmq.sources.gguf_layout import Layout, TensorEntry, lay_out, number_pair
 from skippy_zmq.sources.gguf_values import INT32, UINT16, shown
+from skippy_zmq.sources.needed_files import PACKAGE_MANIFEST
 from skippy_zmq.sources.package.layout import EMBEDDINGS, LAYER, OUTPUT, PROJECTOR, SHARED, part_of
 from skippy_zmq.sources.relative_names import name_problem, plain_name
 
-MANIFEST_NAME = "model-package.json"
+MANIFEST_NAME = PACKAGE_MANIFEST
 SCHEMA_VERSION = 1  # of the manifest
 ABI_VERSION = 1  # of the parts: which tensor lies where, and the bytes of their headers
 MAX_MANIFEST_BYTES = 32 << 20

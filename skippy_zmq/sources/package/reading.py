@@ -20,6 +20,10 @@ from skippy_zmq.sources.package.part_paths import open_inside
 def package_folder(path: Path) -> Path:
     """The folder of the package at ``path``; raise ModelFileError where there is no manifest."""
     folder = path.parent if path.name == MANIFEST_NAME else path
+    if not os.path.lexists(folder):
+        raise ModelFileError(f"{path}: no such file or folder")
+    if not folder.is_dir():
+        raise ModelFileError(f"{path}: is a file, wanted the folder of a package")
     if not os.path.lexists(folder / MANIFEST_NAME):
         raise ModelFileError(
             f"{path}: no {MANIFEST_NAME} there; wanted the folder of a finished package (a build that was stopped goes "
