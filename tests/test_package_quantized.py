@@ -109,6 +109,16 @@ def test_what_cannot_be_built_is_said_and_nothing_written(
     assert not (tmp_path / "package").exists()
 
 
+def test_rows_that_do_not_fit_are_refused_where_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A width of 96 is no multiple of the 256 weights of a K-quant's block."""
+    narrow, package = write_case(wide(96), tmp_path / "narrow"), tmp_path / "package"
+    build = ["build", str(narrow), str(package), "--quant", "Q4_K_M", "--no-progress"]
+    assert main([*build, "--quant-strict"]) == 2
+    assert "rows that do not fit" in capsys.readouterr().err
+    assert not package.exists()
+    assert main(build) == 0
+
+
 def test_files_are_not_quantized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gguf = GOLDEN / "llama" / "reference-f32.gguf"
     assert main(["build", str(gguf), str(tmp_path / "package"), "--quant", "Q8_0"]) == 2

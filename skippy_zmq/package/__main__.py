@@ -60,6 +60,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="importance matrix for --quant; a relative path is relative to the checkpoint's folder",
     )
+    build.add_argument(
+        "--quant-strict",
+        action="store_true",
+        help="refuse rather than give tensors whose rows do not fit the recipe's type another one",
+    )
     inspect = commands.add_parser("inspect", help="show what is in a package; reads the manifest only")
     inspect.add_argument("package", metavar="PACKAGE", help=_PACKAGE)
     inspect.add_argument("--json", action="store_true", help="for scripts")
@@ -94,7 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    options = check_options({"quant": arguments.quant, "imatrix": arguments.imatrix}, "options")
+    options = check_options(
+        {name: getattr(arguments, name) for name in ("quant", "quant_strict", "imatrix")}, "options"
+    )
     located = locate(arguments.model, open_hub=partial(Hub, progress=arguments.progress), beside=arguments.imatrix)
     source = GgufWeights(open_with_options(located, options))
     with _bar(arguments, "building") as (begin, progress):
