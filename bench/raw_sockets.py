@@ -65,8 +65,11 @@ def far_end(kind: str, answer: str, payload_bytes: int, address: str) -> Iterato
 
 
 @contextmanager
-def raw_exchange(address: str, payload_bytes: int, window: int) -> Iterator[Exchange]:
-    frames = frames_of(payload_bytes)
+def raw_exchange(
+    address: str, payload_bytes: int, window: int, payloads: Sequence[bytes | memoryview] = ()
+) -> Iterator[Exchange]:
+    """``payloads``: what to send in turns, in place of one and the same memory, which stays in the caches."""
+    messages = [[b"ab", b"header", payload] for payload in payloads] or [frames_of(payload_bytes)]
     with RawSocket(zmq.DEALER, address, payload_bytes) as dealer:
 
         def exchange(count: int) -> float:
@@ -75,7 +78,7 @@ def raw_exchange(address: str, payload_bytes: int, window: int) -> Iterator[Exch
                 if number >= window:
                     dealer.receive()
                 if number < count:
-                    dealer.send(frames)
+                    dealer.send(messages[number % len(messages)])
             return time.perf_counter() - started
 
         yield exchange

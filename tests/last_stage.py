@@ -58,6 +58,7 @@ class LastStage:
             layer_end=hello.facts.n_layers,
             wanted=hello.facts.offered,
             kv_page_tokens=0,
+            kv_page_bytes=0,
             offered=(),
             **facts,
         )

@@ -56,3 +56,30 @@ def test_what_is_known_stays_bounded() -> None:
         known = checked_layers(layers, "here")
         assert (known.layers, known.token_bytes) == (layers, 2 * size)
         assert len(_known) <= _MOST_KNOWN
+
+
+def test_what_follows_a_known_start_is_checked_like_anything() -> None:
+    values = descriptor_to_dict(descriptor())
+    packed = msgpack.packb(values)
+    known = unpack_descriptor(packed)
+    assert pack_descriptor(known) == packed
+    own = packed.index(msgpack.packb("first"))
+    for rest in (
+        {"first": 4.0},
+        {"first": True},
+        {"end": 1 << 63},
+        {"checksum": b""},
+        {"link_after": "x" * 32},
+        {"version": 2},
+        {"model": "cd" * 32},  # a second one, in place of another field
+    ):
+        changed = {name: value for name, value in values.items() if name not in ("model", "build", "layers")} | rest
+        if "model" in rest:
+            del changed["version"]
+        tail = b"".join(msgpack.packb(part) for pair in changed.items() for part in pair)
+        with pytest.raises(KvPageError):
+            unpack_descriptor(packed[:own] + tail)
+    with pytest.raises(KvPageError, match="not msgpack"):
+        unpack_descriptor(packed[:own])
+    with pytest.raises(KvPageError, match="not msgpack"):
+        unpack_descriptor(packed + b"\xc0")

@@ -82,6 +82,7 @@ FACTS = StageFacts(
     row_class_high=12,
     reproducible=True,
     kv_page_tokens=64,
+    kv_page_bytes=64 * 1536,
     revision="owner/name@" + "0f" * 20,
 )
 _SAMPLING = SamplingParams(temperature=0.8, logit_bias=((5, -1.5), (7, 2.0)), seed=42, grammar='root ::= "a"')
@@ -255,7 +256,7 @@ def facts(draw: st.DrawFn) -> StageFacts:
             swa_full=st.booleans(),
             wanted=specs,
             offered=specs,
-            **dict.fromkeys(["weights_bytes", "kv_bytes", "compute_bytes"], COUNTS),
+            **dict.fromkeys(["weights_bytes", "kv_bytes", "compute_bytes", "kv_page_bytes"], COUNTS),
             threads=st.integers(0, limits.MAX_POSITION),
             kv_page_tokens=st.integers(0, limits.MAX_PAGE_TOKENS),
             revision=st.just("") | LABELS,

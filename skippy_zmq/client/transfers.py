@@ -126,7 +126,7 @@ def import_pages(
     name = session_name(session_links(token_ids, n_prompt, page_tokens_of(stages)))
     n_pages = len(stages) * math.ceil(len(token_ids) / page_tokens_of(stages))
     sources = [iter(pages(stage)) for stage in stages]
-    window = PageWindow(len(stages))
+    window = PageWindow([stage.kv_page_bytes for stage in stages])
     under_way: dict[str, tuple[int, int]] = {}  # stage, number of pages
     done = 0
     while True:
@@ -138,7 +138,7 @@ def import_pages(
                 continue
             request = yield _import_of(some, stages[index])
             under_way[request] = index, len(some)
-            window.add(index, len(some), some[0].descriptor.payload_bytes)
+            window.add(index, len(some))
         if not under_way:
             break
         request, outcome = yield Await()
@@ -237,7 +237,7 @@ def _fetch(
     ]
     facts: dict[int, PageFacts] = {}
     next_page = [0] * len(stages)
-    window = PageWindow(len(stages))
+    window = PageWindow([stage.kv_page_bytes for stage in stages])
     under_way: dict[str, tuple[int, range]] = {}  # stage, numbers of pages
     done = 0
     while True:
@@ -257,7 +257,7 @@ def _fetch(
         request, outcome = yield Await()
         index, some = under_way.pop(request)
         received = _expect(PagesReceived, outcome, stages[index])
-        window.remove(index, len(some), received.payloads[0].nbytes)
+        window.remove(index, len(some))
         yield Run(partial(_take, received, stages[index], facts, expected[some.start : some.stop], take))
         done += len(some)
         if progress is not None:

@@ -6,7 +6,7 @@ Only what was checked as this very object is known, never something equal: ``1 =
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
@@ -27,11 +27,15 @@ _MOST_KNOWN = 64
 
 @dataclass(frozen=True, slots=True)
 class CheckedLayers:
-    """``arrays``: of each layer its fields in order. ``token_bytes``: of one token in all of them."""
+    """``arrays``: of each layer its fields in order. ``token_bytes``: of one token in all of them.
+
+    ``starts``: how a packed descriptor with these layers begins, by model and build; the descriptor's own.
+    """
 
     layers: tuple[LayerRows, ...]
     arrays: LayerArrays
     token_bytes: int
+    starts: dict[tuple[str, str], bytes] = field(default_factory=dict)
 
 
 _known: dict[int, CheckedLayers] = {}  # by identity; an entry keeps its object alive, so that nothing else gets its id

@@ -162,8 +162,7 @@ def _differences(
 
 def sealed_fields(descriptor: PageDescriptor) -> bytes:
     """All fields but the checksum in msgpack: what the checksum covers before the payload."""
-    packed: bytes = msgpack.packb({**descriptor_to_dict(descriptor), "checksum": b""})
-    return packed
+    return _pack(descriptor, b"")
 
 
 def descriptor_to_dict(descriptor: PageDescriptor) -> dict[str, Any]:
@@ -186,18 +185,70 @@ def descriptor_from_dict(values: object) -> PageDescriptor:
 
 
 def pack_descriptor(descriptor: PageDescriptor) -> bytes:
-    packed: bytes = msgpack.packb(descriptor_to_dict(descriptor))
-    return packed
+    return _pack(descriptor, descriptor.checksum)
 
 
 def unpack_descriptor(data: bytes) -> PageDescriptor:
     """Read what ``pack_descriptor`` wrote; KvPageError for anything else."""
     if len(data) > MAX_DESCRIPTOR_BYTES:
         raise KvPageError(f"KV page descriptor: wanted at most {MAX_DESCRIPTOR_BYTES} bytes, got {len(data)}")
+    known = _known_start(data)
+    if known is not None:
+        start, shared = known
+        rest = _unpack(_MAP_OF_OWN + data[len(start) :])
+        if isinstance(rest, dict) and tuple(rest) == _OWN_FIELDS:
+            return PageDescriptor(**shared, **rest)
+    values = _unpack(data)
+    descriptor = descriptor_from_dict(values)
+    if tuple(values) == _FIELDS_PACKED:
+        start = _start(descriptor.model, descriptor.build, descriptor.layers)
+        if data.startswith(start):
+            if len(_starts) >= _MOST_STARTS:
+                _starts.clear()
+            _starts[start] = {name: getattr(descriptor, name) for name in _SHARED_FIELDS}
+    return descriptor
+
+
+# The pages of a stage are many and begin alike: with model, build and layers. What one descriptor began with is packed,
+# parsed and checked once. Starts are whole values, so that what follows one is parsed as if all had been.
+_SHARED_FIELDS = ("model", "build", "layers")
+_OWN_FIELDS = tuple(name for name in _FIELDS if name not in _SHARED_FIELDS)
+_FIELDS_PACKED = (*_SHARED_FIELDS, *_OWN_FIELDS)
+_MAP_OF_OWN = bytes([0x80 | len(_OWN_FIELDS)])
+_MOST_STARTS = 64
+_starts: dict[bytes, dict[str, Any]] = {}
+
+
+def _pack(descriptor: PageDescriptor, checksum: bytes) -> bytes:
+    own: dict[str, Any] = {name: getattr(descriptor, name) for name in _OWN_FIELDS}
+    own["checksum"] = checksum
+    rest: bytes = msgpack.packb(own)
+    return _start(descriptor.model, descriptor.build, descriptor.layers) + rest[1:]
+
+
+def _start(model: str, build: str, layers: tuple[LayerRows, ...]) -> bytes:
+    checked = checked_layers(layers, _WHAT)
+    start = checked.starts.get((model, build))
+    if start is None:
+        packed: bytes = msgpack.packb({"model": model, "build": build, "layers": checked.arrays})
+        start = bytes([0x80 | len(_FIELDS)]) + packed[1:]
+        if len(checked.starts) >= _MOST_STARTS:
+            checked.starts.clear()
+        checked.starts[model, build] = start
+    return start
+
+
+def _known_start(data: bytes) -> tuple[bytes, dict[str, Any]] | None:
+    for start, shared in _starts.items():
+        if data.startswith(start):
+            return start, shared
+    return None
+
+
+def _unpack(data: bytes) -> Any:
     try:
-        values = msgpack.unpackb(
+        return msgpack.unpackb(
             data, max_array_len=MAX_LAYERS, max_map_len=len(_FIELDS), max_ext_len=0, max_str_len=MAX_TEXT_BYTES
         )
     except Exception as error:  # msgpack raises what its callbacks and str() raise, of many classes
         raise KvPageError(f"KV page descriptor: not msgpack: {shown(str(error))}") from None
-    return descriptor_from_dict(values)

@@ -97,6 +97,7 @@ def stage_facts(
         row_class_high=rows.high,
         reproducible=options.reproducible,
         kv_page_tokens=kv_page_tokens,
+        kv_page_bytes=kv_page_tokens * sum(rows.token_bytes for rows in model.kv_layers) if kv_page_tokens else 0,
         revision=revision,
     )
 

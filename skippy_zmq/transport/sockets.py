@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import secrets
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
+import numpy as np
 import zmq
 
 from skippy_zmq.errors import EndpointError, OptionError
@@ -97,6 +99,7 @@ class SocketFactory:
     def __init__(
         self, *, security: Security | None = None, limits: SocketLimits | None = None, io_threads: int = 1
     ) -> None:
+        _reuse_freed_frames()
         self.security = security
         self.limits = limits or SocketLimits()
         self._context: zmq.Context[Socket] = zmq.Context(io_threads)
@@ -247,6 +250,16 @@ class SocketFactory:
         for option, value in options.items():
             socket.setsockopt(option, value)
         return socket
+
+
+@functools.cache
+def _reuse_freed_frames() -> None:
+    """Have the memory of large frames reused: glibc would give it back and take fresh, zeroed memory for the next ones.
+
+    Once a block of its own mapping was freed, glibc keeps blocks up to that size (at most 32 MiB) and twice as much at
+    the end of its heaps (mallopt(3), M_MMAP_THRESHOLD). Nothing of this block is ever touched.
+    """
+    np.empty(31 << 20, np.uint8)
 
 
 def _heartbeats() -> dict[int, int]:

@@ -97,6 +97,7 @@ class StageFacts:
     row_class_high: int = 1
     reproducible: bool = False
     kv_page_tokens: int = 0  # of a page of attention state; 0: this stage keeps none
+    kv_page_bytes: int = 0  # of such a page
     revision: str = ""  # "owner/name@commit" of a model that came from a hub
 
 

@@ -104,6 +104,7 @@ _RULES: Mapping[str, Field] = {
     "index": _COUNT,
     "kv_bytes": _COUNT,
     "known": token_bytes(0, MAX_PROMPT_TOKENS),
+    "kv_page_bytes": _COUNT,
     "kv_page_tokens": integer(0, MAX_PAGE_TOKENS),
     "lane": _LANE,
     "lanes": integer(1, MAX_LANES),
