@@ -71,11 +71,13 @@ class Peer:
         return self.until(wire.StatsReply)
 
     def at_rest(self) -> wire.StatsReply:
-        """Ask until no session is open at the stage any more: ends of sessions travel with the batches."""
+        """Ask until no session is open at the stage any more, and no batch of one that was cancelled under way."""
         deadline = time.monotonic() + PATIENCE
-        while (reply := self.stats()).counters["now.sessions"]:
-            assert time.monotonic() < deadline, reply.counters
-        return reply
+        while True:
+            counters = (reply := self.stats()).counters
+            if not counters["now.sessions"] and not counters.get("now.batches_in_flight"):
+                return reply
+            assert time.monotonic() < deadline, counters
 
     def ready(self) -> bool:
         """Whether the stage says that it is ready."""

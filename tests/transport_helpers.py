@@ -63,6 +63,13 @@ class Transport:
                 if isinstance(source, Server):
                     source.take_losses()
 
+    def settled(self, ask: Callable[[], bool]) -> None:
+        """Wait until ``ask`` says so; for what no socket tells of, so it is asked again and again."""
+        deadline = time.monotonic() + PATIENCE
+        while not ask():
+            assert time.monotonic() < deadline, "nothing happened"
+            self.loop.wait(0.02)
+
     def connected(self, link: Link) -> Link:
         self.event(link, LinkEventKind.CONNECTED)
         return link
