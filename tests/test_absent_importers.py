@@ -114,3 +114,16 @@ def test_who_is_gone_for_longer_than_patience_is_given_up_once(steps: list[tuple
         now = max(now, due)
         look()
     assert not steps or holders <= there
+
+
+def test_a_connection_that_ends_just_before_a_look_is_looked_at_again() -> None:
+    """Sending to its peer may go well until then, and nothing else would ever tell."""
+    absences = Absences(0.0)
+    absences.connection_ended(10.0)
+    late = 10.0 + 0.9 * LOSS_SETTLES_SECONDS
+    absences.connection_ended(late)
+    assert absences.due is not None
+    assert absences.look(absences.due, [b"a", b"b"], lambda client: client != b"a") == [b"a"]
+    assert absences.due == late + LOSS_SETTLES_SECONDS
+    assert absences.look(absences.due, [b"b"], lambda client: False) == [b"b"]
+    assert absences.due is None

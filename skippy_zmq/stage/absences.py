@@ -13,6 +13,7 @@ class Absences:
     def __init__(self, patience: float) -> None:
         self._patience = patience
         self._look_at: float | None = None
+        self._ended_at = 0.0  # the latest connection
         self._gone: dict[bytes, float] = {}  # since when
 
     @property
@@ -23,12 +24,14 @@ class Absences:
 
     def connection_ended(self, now: float) -> None:
         """Somebody's connection ended, perhaps that of one who left something."""
+        self._ended_at = now
         if self._look_at is None:
             self._look_at = now + LOSS_SETTLES_SECONDS
 
     def look(self, now: float, clients: Iterable[bytes], is_there: Callable[[bytes], bool]) -> list[bytes]:
         """See which of ``clients``, all who have something here, are there; those who were not for too long."""
-        self._look_at = None
+        settled_at = self._ended_at + LOSS_SETTLES_SECONDS
+        self._look_at = settled_at if settled_at > now else None
         self._gone = {client: self._gone.get(client, now) for client in clients if not is_there(client)}
         over = [client for client, since in self._gone.items() if now >= since + self._patience]
         for client in over:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from skippy_zmq.chat.renderer import TemplateRenderer
 from skippy_zmq.errors import SkippyError
 from skippy_zmq.runtime.stage_model import StageModel
-from skippy_zmq.stage.absences import LOSS_SETTLES_SECONDS
+from skippy_zmq.stage.absences import Absences
 from skippy_zmq.stage.batches import BatchRunner, RingAnswer
 from skippy_zmq.stage.meters import Meters, RingMeter
 from skippy_zmq.stage.pages import LanePages
@@ -46,7 +46,7 @@ class Head:
         self._ring_meter = RingMeter(meters)
         self._scheduler = new_scheduler(model.options, facts)
         self._windows = not model.kv_refusal  # with state of other kinds, several tokens may count otherwise than one
-        self._look_for_clients_at: float | None = None  # a connection ended: perhaps of one who waits for an answer
+        self._absences = Absences(0.0)  # of those who wait for an answer
         self.renderer = TemplateRenderer(model.source.chat_template or "", bos, eos)
         self.renderer.start()
         self._prefixes = Prefixes(pages, send, self._ask_ring)
@@ -78,27 +78,24 @@ class Head:
 
     def next_deadline(self) -> float | None:
         """When ``tick`` is due (monotonic seconds), if at all."""
-        times = [at for at in (self.requests.next_deadline(), self._look_for_clients_at) if at is not None]
+        times = [at for at in (self.requests.next_deadline(), self._absences.due) if at is not None]
         return min(times, default=None)
 
     def tick(self, now: float) -> None:
         """Do what is due by ``now``."""
-        if self._look_for_clients_at is not None and self._look_for_clients_at <= now:
-            self._look_for_clients()
+        if (due := self._absences.due) is not None and due <= now:
+            self._look_for_clients(now)
         self.requests.expire(now)
 
     def connections_ended(self) -> None:
         """Some peer's connection ended; if it was a client's, its requests are to end too."""
-        if self._look_for_clients_at is None:
-            self._look_for_clients_at = time.monotonic() + LOSS_SETTLES_SECONDS
+        self._absences.connection_ended(time.monotonic())
 
-    def _look_for_clients(self) -> None:
+    def _look_for_clients(self, now: float) -> None:
         """End the requests of clients that are gone: nothing else is sent to one that waits or has a long prompt."""
-        self._look_for_clients_at = None
-        for client in self.requests.clients:
-            if not self._send(client, wire.Ping(0)):
-                log.info("client %r is gone", client)
-                self.requests.forget_client(client)
+        for client in self._absences.look(now, self.requests.clients, lambda peer: self._send(peer, wire.Ping(0))):
+            log.info("client %r is gone", client)
+            self.requests.forget_client(client)
 
     def forget_imports(self, client: bytes) -> None:
         """Sessions that a client brought cannot be begun with any more."""
