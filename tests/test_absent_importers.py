@@ -127,3 +127,15 @@ def test_a_connection_that_ends_just_before_a_look_is_looked_at_again() -> None:
     assert absences.due == late + LOSS_SETTLES_SECONDS
     assert absences.look(absences.due, [b"b"], lambda client: False) == [b"b"]
     assert absences.due is None
+
+
+def test_every_absence_counts_for_itself() -> None:
+    absences = Absences(10.0)
+    absences.connection_ended(0.0)
+    assert not absences.look(1.0, [b"a"], lambda client: False)
+    absences.is_back(b"a")
+    assert absences.due is None
+    absences.connection_ended(9.0)
+    assert not absences.look(9.5, [b"a"], lambda client: False)
+    assert absences.due == 19.5
+    assert absences.look(19.5, [b"a"], lambda client: False) == [b"a"]

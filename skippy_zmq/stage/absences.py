@@ -28,6 +28,10 @@ class Absences:
         if self._look_at is None:
             self._look_at = now + LOSS_SETTLES_SECONDS
 
+    def is_back(self, client: bytes) -> None:
+        """It has connected again: another absence of it begins anew."""
+        self._gone.pop(client, None)
+
     def look(self, now: float, clients: Iterable[bytes], is_there: Callable[[bytes], bool]) -> list[bytes]:
         """See which of ``clients``, all who have something here, are there; those who were not for too long."""
         settled_at = self._ended_at + LOSS_SETTLES_SECONDS

@@ -451,6 +451,7 @@ class Stage:
                 self.head.requests.forget_client(peer)
             if self.tokens is not None:
                 self.tokens.forget_client(peer)
+            self._absences.is_back(peer)
         self._peers[peer] = hello.role
         self._peers.move_to_end(peer)
         if len(self._peers) > MAX_PEERS:
