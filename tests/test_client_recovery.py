@@ -199,6 +199,16 @@ def test_other_tokens_than_before_fail_the_request(driver: Driver, again: Tokens
     assert driver.actions() == [(FIRST, Cancel("r1"))]
 
 
+@pytest.mark.parametrize("n_again", [0, 2])
+def test_an_answer_may_be_cancelled_before_all_of_it_came_out_again(driver: Driver, n_again: int) -> None:
+    running(driver)
+    driver.hear(FIRST, Ready(STAGES))
+    driver.conversation.cancel("r1", 2.0)
+    driver.hear(LAST, Tokens("r1", n_again, (), "c"[: n_again // 2], "cancelled"))
+    answer = generation(driver)
+    assert (answer.text, answer.token_ids, answer.finish_reason) == ("abc", (1, 2, 3), "cancelled")
+
+
 def test_tokens_that_are_missing_after_a_loss_are_a_loss(driver: Driver) -> None:
     running(driver)
     lose(driver)

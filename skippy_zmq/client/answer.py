@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +61,8 @@ class Answer:
 
         Raises ProtocolError where a part is missing, comes after the end, or differs from what it repeats.
         """
+        if self._resumed and self._ends_early(tokens):
+            tokens = replace(tokens, index=len(self._token_ids), text="")
         if self._resumed and self._repeats(tokens):
             return None
         if self._last is not None:
@@ -76,6 +79,10 @@ class Answer:
             self._last = tokens
         self._logits += [np.frombuffer(row, "<f4") for row in payloads]
         return Chunk(tokens.text, tokens.token_ids, tokens.finish_reason, self._logits[-1] if payloads else None)
+
+    def _ends_early(self, tokens: Tokens) -> bool:
+        """Whether it was cancelled before all that is here had come out again."""
+        return self._last is None and tokens.finish_reason == "cancelled" and tokens.index < len(self._token_ids)
 
     def _repeats(self, tokens: Tokens) -> bool:
         """Whether ``tokens`` are here already; raise ProtocolError where others are in their place."""
