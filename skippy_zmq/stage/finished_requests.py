@@ -14,11 +14,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from skippy_zmq.wire import messages as wire
+from skippy_zmq.wire.limits import MAX_PROMPT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """All that its answer can be computed from again, and the tokens that must come of it. ``deadline``: monotonic."""
+    """All that its answer can be computed from again, and the tokens that must come of it, as far as a message may say.
+
+    ``deadline``: monotonic.
+    """
 
     ask: wire.Generate
     prompt: tuple[int, ...]
@@ -47,7 +51,7 @@ class FinishedRequests:
         # Whether its state was kept has been told, or will be; its text is in the prompt's tokens.
         ask = dataclasses.replace(ask, prompt=None, messages=None, token_ids=None, keep=False)
         key = (client, ask.request)
-        self._entries[key] = _Entry(ask, _packed(prompt), _packed(known), deadline)
+        self._entries[key] = _Entry(ask, _packed(prompt), _packed(known[:MAX_PROMPT_TOKENS]), deadline)
         self._entries.move_to_end(key)
         if len(self._entries) > self._most:
             self._entries.popitem(last=False)
