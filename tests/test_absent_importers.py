@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,6 +82,33 @@ def test_a_client_that_comes_back_finds_its_pages(
     tokens = (*PROMPT, *kept.token_ids[:-1])
     back.send(wire.KvAdopt("a", tokens, len(PROMPT)))
     assert back.until(wire.KvSessionReply).session == kept.session
+
+
+def test_pages_that_are_read_after_their_client_was_lost(
+    make_pipeline: Callable[..., StagePipeline], transport: Transport, model: Path
+) -> None:
+    pipeline = make_pipeline(model, "0:2 2:4", *OPTIONS, "--recover-seconds", "1").start_all()
+    pages: list[KvPage] = []
+    with Client(pipeline.endpoint, timeout=PATIENCE) as client:
+        kept = client.generate(token_ids=PROMPT, max_tokens=4, keep=True)
+        client.export_pages(kept.session, pages.append)
+    watch = Peer(transport, pipeline.endpoint)
+    watch.greet()
+    pipeline[1].kill()
+    while watch.ready():
+        pass
+    peer = Peer(transport, pipeline.endpoint)
+    peer.greet()
+    page = next(page for page in pages if page.descriptor.layers[0].layer == 0)
+    tensor = wire.TensorDescriptor.of_page(page.payload.nbytes)
+    pipeline[0].send_signal(signal.SIGSTOP)
+    for _ in range(800):  # not answered as long as the ring is broken, and more than are read at once
+        peer.send(wire.Resume("r", 0))
+    peer.send(wire.KvImport("i", (pack_descriptor(page.descriptor),), (tensor,)), [page.payload])
+    transport.drop(peer.link, drain_seconds=PATIENCE)
+    pipeline[0].send_signal(signal.SIGCONT)
+    for condition in (lambda held: held > 0, lambda held: held == 0):
+        transport.settled(lambda condition=condition: condition(watch.stats().counters[IMPORTED]))
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.frozensets(st.sampled_from(b"abc"))), max_size=20))

@@ -320,8 +320,7 @@ class Stage:
         if server.take_losses():
             if self.head is not None:
                 self.head.connections_ended()
-            if self._pages.importers:
-                self._absences.connection_ended(time.monotonic())
+            self._absences.connection_ended(time.monotonic())
         for _ in range(MESSAGES_PER_TURN):
             incoming = server.receive()
             if incoming is None:
@@ -373,7 +372,8 @@ class Stage:
             case wire.KvExport() if role == "client":
                 self._send_to(peer, *exported(message, self._pages, peer))
             case wire.KvImport() if role == "client":
-                self._send_to(peer, imported(message, payloads, self._pages, peer))
+                if not self._send_to(peer, imported(message, payloads, self._pages, peer)):
+                    self._absences.connection_ended(time.monotonic())  # before this was read, and may have been noted
             case wire.Tokenize() if self.head is not None:
                 tokenize(message, self.head.requests, self._tokenizer, functools.partial(self._send_to, peer))
             case wire.Detokenize():
