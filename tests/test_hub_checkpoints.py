@@ -19,7 +19,7 @@ from skippy_zmq.errors import ModelFileError, RetryableError
 from skippy_zmq.runtime.options import StageOptions
 from skippy_zmq.runtime.stage_model import StageModel
 from skippy_zmq.sources.models import open_located, open_model
-from skippy_zmq.sources.references import LocatedModel
+from skippy_zmq.sources.references import LocatedModel, outline
 from skippy_zmq.topology import LayerRange
 
 pytest_plugins = ("hub_fixtures", "transport_fixtures")
@@ -203,3 +203,38 @@ def test_a_hub_that_fails_meanwhile(server: HubServer, user: HubUser, checkpoint
     with pytest.raises(RetryableError, match=r"layer0\.safetensors: .* answered"):
         other.locate("hf://o/again", LayerRange(1, 2))
     assert not list(other.directory.rglob(".new-*"))
+
+
+def test_one_of_several_weight_files_means_the_whole(
+    server: HubServer, user: HubUser, checkpoint: dict[str, bytes], folder: Path
+) -> None:
+    """As the path of such a file does, also for a stage that does not need this one."""
+    own = LayerRange(1, 2)
+    located = user.locate("hf://o/n/layer0.safetensors", own)
+    assert set(located.outlines) == {"layer0.safetensors", "layer2.safetensors"}
+    assert open_located(located).identity() == open_model(folder / "layer0.safetensors").identity()
+    assert user.locate(located.reference, own, offline=True) == located
+    with outline("hf://o/n/layer0.safetensors", open_hub=HubUser(server, user.directory / "other").hub) as planned:
+        assert len(open_located(planned).tensors) == len(open_model(folder).tensors)
+    server.repository("o/both", checkpoint | {"m.gguf": b"GGUF"})
+    with pytest.raises(ModelFileError, match=r"for example \w+\.safetensors or m\.gguf"):
+        user.locate("hf://o/both")
+    both = user.locate("hf://o/both/layer0.safetensors", own)
+    assert user.locate(both.reference, own) == both, "no more in doubt"
+
+
+def test_one_of_several_weight_files_without_an_index_is_refused_before_it_is_fetched(
+    server: HubServer, user: HubUser, checkpoint: dict[str, bytes]
+) -> None:
+    part, only = "model-00001-of-00002.safetensors", "model-00001-of-00001.safetensors"
+    server.repository("o/parts", {"config.json": b"{}", part: checkpoint["layer0.safetensors"]})
+    with pytest.raises(
+        ModelFileError, match=rf"^hf://o/parts/{part}: is one of 2 files, and no .*index\.json lists it$"
+    ):
+        user.locate(f"hf://o/parts/{part}", LayerRange(0, 1))
+    assert not server.transfers(part)
+    server.repository("o/other", checkpoint | {part: checkpoint["layer0.safetensors"]})
+    with pytest.raises(ModelFileError, match="is one of 2 files"):
+        user.locate(f"hf://o/other/{part}")
+    server.repository("o/only", {"config.json": b"{}", only: checkpoint["layer0.safetensors"]})
+    assert user.locate(f"hf://o/only/{only}").path.name == only

@@ -41,6 +41,7 @@ SCHEME = "hf://"
 _WANTED = "wanted hf://owner/name, with @revision and /file where need be"
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?\Z")
 _REVISION = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.+-]|%2[Ff]){0,200}\Z")
+_WEIGHT_SHARD = re.compile(r"-\d{5}-of-(\d{5})\.safetensors\Z")
 _FIRST_HEAD_BYTES = 4 << 20
 _MAX_SAFETENSORS_HEADER = 100 << 20
 
@@ -115,7 +116,7 @@ def locate(
         return local_model(Path(model))
     hub = open_hub()
     snapshot = hub.snapshot(reference.repository, reference.revision)
-    kind, main = _choose(snapshot.names, reference.file, str(reference))
+    kind, main = _meant_file(hub, snapshot, reference)
     prefix = _prefix(kind, main)
     if kind == "gguf":
         files = gguf_files(snapshot.names, str(reference), main)
@@ -151,7 +152,7 @@ def outline(model: str | Path, *, open_hub: Callable[[], Hub] = Hub, beside: str
         return
     hub = open_hub()
     snapshot = hub.snapshot(reference.repository, reference.revision)
-    kind, main = _choose(snapshot.names, reference.file, str(reference))
+    kind, main = _meant_file(hub, snapshot, reference)
     prefix = _prefix(kind, main)
     located = _located(snapshot, kind, main)
     metadata: list[str] = []
@@ -269,6 +270,23 @@ def _choose(names: Sequence[str], chosen: str, where: str) -> tuple[Kind, str]:
             f"{where}: no model: wanted a GGUF file, {PACKAGE_MANIFEST}, or {CHECKPOINT_CONFIG} beside safetensors"
         )
     return "gguf", gguf_files(here, where)[0]
+
+
+def _meant_file(hub: Hub, snapshot: Snapshot, reference: HubReference) -> tuple[Kind, str]:
+    """As ``_choose``; for a weight file that an index lists, that index, as a path of the kind means the whole."""
+    kind, main = _choose(snapshot.names, reference.file, str(reference))
+    if kind != "checkpoint" or not main.endswith(".safetensors"):
+        return kind, main
+    prefix = _prefix(kind, main)
+    index = prefix + CHECKPOINT_INDEX
+    if index in snapshot.names:
+        text = hub.fetch(snapshot, [index])[index].read_bytes()
+        if main.removeprefix(prefix) in checkpoint_shards(text, f"{snapshot}/{index}"):
+            return kind, index
+    count = _WEIGHT_SHARD.search(main)
+    if count is not None and int(count[1]) > 1:
+        raise ModelFileError(f"{reference}: is one of {int(count[1])} files, and no {CHECKPOINT_INDEX} lists it")
+    return kind, main
 
 
 def _prefix(kind: Kind, main: str) -> str:
