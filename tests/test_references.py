@@ -240,6 +240,8 @@ def test_weight_files_of_a_checkpoint() -> None:
     assert files("4:6") == ["2", "head"]
     assert files("4:6", tied=True) == ["2", "embed", "head"]
     assert checkpoint_shards(index, "i") == sorted(f"{x}.safetensors" for x in ("0", "1", "2", "embed", "head"))
+    endless = json.dumps({"weight_map": {f"model.layers.{'9' * 5000}.w": "9.safetensors"}}).encode()
+    assert files("2:4", endless) == []
     for name in ("../0.safetensors", "/0", "", 3):
         with pytest.raises(ModelFileError, match="i: file name"):
             checkpoint_shards(json.dumps({"weight_map": {"a": name}}).encode(), "i")

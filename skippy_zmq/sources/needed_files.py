@@ -21,7 +21,7 @@ CHECKPOINT_SINGLE = "model.safetensors"
 _METADATA_ENDS = (".json", ".model", ".jinja", ".txt")
 _MAX_METADATA_BYTES = 64 << 20
 _SHARD = re.compile(r"(?P<prefix>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf\Z")
-_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:.*\.)?layers\.(\d{1,9})\.")
 _MOST_NAMES_SHOWN = 20
 
 
