@@ -229,7 +229,7 @@ def test_one_of_several_weight_files_without_an_index_is_refused_before_it_is_fe
     part, only = "model-00001-of-00002.safetensors", "model-00001-of-00001.safetensors"
     server.repository("o/parts", {"config.json": b"{}", part: checkpoint["layer0.safetensors"]})
     with pytest.raises(
-        ModelFileError, match=rf"^hf://o/parts/{part}: is one of 2 files, and no .*index\.json lists it$"
+        ModelFileError, match=rf"^hf://o/parts/{part}: is one of 2 files, and no .*\.json lists it$"
     ):
         user.locate(f"hf://o/parts/{part}", LayerRange(0, 1))
     assert not server.transfers(part)
