@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_files import safetensors_bytes, wide, write_case
-from hub_server import HubServer
+from hub_server import HubServer, blob_id
 from hub_user import HubUser
 from stage_processes import SMALL, StageProcess
 
@@ -193,6 +193,27 @@ def test_a_file_that_is_none_is_said(
     assert not list(user.directory.rglob(".new-*"))
 
 
+@pytest.mark.parametrize("size", [2**63 - 1, 2**63])
+def test_sizes_that_no_file_can_have(size: int, server: HubServer, user: HubUser, checkpoint: dict[str, bytes]) -> None:
+    sizes = {name: len(data) for name, data in checkpoint.items()} | {"layer0.safetensors": size}
+    server.listing = {
+        "siblings": [
+            {"rfilename": name, "size": sizes[name], "blobId": blob_id(data)} for name, data in checkpoint.items()
+        ]
+    }
+    with (
+        pytest.raises(ModelFileError, match="or its size is not known|no outline can be kept in"),
+        outline("hf://o/n", open_hub=user.hub),
+    ):
+        pass
+    own = LayerRange(1, 2)
+    if size == 2**63:
+        assert "layer0.safetensors" not in user.locate("hf://o/n", own).outlines
+    else:
+        with pytest.raises(ModelFileError, match=r"wanted 9\d{18} bytes of space"):
+            user.locate("hf://o/n", own)
+
+
 def test_a_hub_that_fails_meanwhile(server: HubServer, user: HubUser, checkpoint: dict[str, bytes]) -> None:
     server.faults["layer0.safetensors"] = [503]
     once: LocatedModel = user.locate("hf://o/n", LayerRange(1, 2))
@@ -228,9 +249,7 @@ def test_one_of_several_weight_files_without_an_index_is_refused_before_it_is_fe
 ) -> None:
     part, only = "model-00001-of-00002.safetensors", "model-00001-of-00001.safetensors"
     server.repository("o/parts", {"config.json": b"{}", part: checkpoint["layer0.safetensors"]})
-    with pytest.raises(
-        ModelFileError, match=rf"^hf://o/parts/{part}: is one of 2 files, and no .*\.json lists it$"
-    ):
+    with pytest.raises(ModelFileError, match=rf"^hf://o/parts/{part}: is one of 2 files, and no .*\.json lists it$"):
         user.locate(f"hf://o/parts/{part}", LayerRange(0, 1))
     assert not server.transfers(part)
     server.repository("o/other", checkpoint | {part: checkpoint["layer0.safetensors"]})

@@ -363,9 +363,12 @@ def _write_head(hub: Hub, snapshot: Snapshot, name: str, path: Path, size: int, 
     data = hub.head(snapshot, name, min(length, size))
     if len(data) != min(length, size):
         raise RetryableError(f"{snapshot}/{name}: wanted its first {min(length, size)} bytes, got {len(data)}")
-    with path.open("wb") as file:
-        file.write(data)
-        file.truncate(size)
+    try:
+        with path.open("wb") as file:
+            file.write(data)
+            file.truncate(size)
+    except OSError as error:
+        raise ModelFileError(f"{snapshot}/{name}: no outline can be kept in {path.parent}: {error.strerror}") from None
 
 
 def _first(path: Path, length: int) -> bytes:
