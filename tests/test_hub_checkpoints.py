@@ -18,6 +18,7 @@ from skippy_zmq import Client, LocalPipeline
 from skippy_zmq.errors import ModelFileError, RetryableError
 from skippy_zmq.runtime.options import StageOptions
 from skippy_zmq.runtime.stage_model import StageModel
+from skippy_zmq.sources import hub_outlines
 from skippy_zmq.sources.models import open_located, open_model
 from skippy_zmq.sources.references import LocatedModel, outline
 from skippy_zmq.topology import LayerRange
@@ -156,6 +157,20 @@ def test_a_long_header_is_read_on_and_leftovers_go(
     assert sorted(outlines.glob(".new-*")) == [new]
 
 
+def test_samples_beyond_what_memory_should_hold(
+    server: HubServer, user: HubUser, checkpoint: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many small tensors nearly all bytes are read; a header of 256 KiB makes an outline pay nevertheless."""
+    small = safetensors_bytes({f"{n}": ("U8", (100_000,), bytes(100_000)) for n in range(20)})
+    length = int.from_bytes(small[:8], "little")
+    header = small[8 : 8 + length].ljust(256 << 10)
+    data = len(header).to_bytes(8, "little") + header + small[8 + length :]
+    for limit, outlined in ((2 << 20, True), (1 << 20, False)):
+        monkeypatch.setattr(hub_outlines, "_MOST_SAMPLED_BYTES", limit)
+        server.repository(f"o/{limit}", checkpoint | {"layer0.safetensors": data})
+        assert ("layer0.safetensors" in user.locate(f"hf://o/{limit}", LayerRange(1, 2)).outlines) is outlined
+
+
 def test_rows_of_an_outline_are_refused(user: HubUser, checkpoint: dict[str, bytes]) -> None:
     source = open_located(user.locate("hf://o/n", LayerRange(1, 2)))
     with pytest.raises(ModelFileError, match=r"'model\.layers\.2\..*': only the outline of this file was fetched"):
@@ -202,7 +217,7 @@ def test_sizes_that_no_file_can_have(size: int, server: HubServer, user: HubUser
         ]
     }
     with (
-        pytest.raises(ModelFileError, match="or its size is not known|no outline can be kept in"),
+        pytest.raises(ModelFileError, match=r"or its size is not known|no outline can be kept in"),
         outline("hf://o/n", open_hub=user.hub),
     ):
         pass
