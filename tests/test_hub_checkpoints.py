@@ -259,6 +259,21 @@ def test_one_of_several_weight_files_means_the_whole(
     assert user.locate(both.reference, own) == both, "no more in doubt"
 
 
+def test_one_file_beside_an_index_that_does_not_list_it(
+    server: HubServer, user: HubUser, checkpoint: dict[str, bytes], folder: Path
+) -> None:
+    """Is refused as in a folder, whatever the cache holds already."""
+    server.repository("o/both", checkpoint | {"model.safetensors": checkpoint["layer0.safetensors"]})
+    with pytest.raises(
+        ModelFileError, match="an index that does not list it may hold the weights; name the one"
+    ) as refusal:
+        user.locate("hf://o/both", LayerRange(1, 2))
+    assert not whole(server, checkpoint)
+    located = user.locate(str(refusal.value).split()[-1])
+    assert open_located(located).identity() == open_model(folder).identity()
+    assert user.locate("hf://o/both/model.safetensors").path.name == "model.safetensors"
+
+
 def test_one_of_several_weight_files_without_an_index_is_refused_before_it_is_fetched(
     server: HubServer, user: HubUser, checkpoint: dict[str, bytes]
 ) -> None:

@@ -327,9 +327,14 @@ def _weights(snapshot: Snapshot, main: str, prefix: str, layers: LayerRange | No
         n_layers, tied = checkpoint_shape(config.read_bytes(), str(config))
         layers = layers.within(n_layers)
     text = (snapshot.folder / index).read_bytes()
-    return [
-        prefix + name for name in checkpoint_shards(text, f"{snapshot}/{index}", layers, n_layers=n_layers, tied=tied)
-    ]
+    single, where = prefix + CHECKPOINT_SINGLE, f"{snapshot}/{index}"
+    has_both = single in snapshot.names and CHECKPOINT_SINGLE not in checkpoint_shards(text, where)
+    if has_both and main.endswith(CHECKPOINT_CONFIG):
+        raise ModelFileError(
+            f"{snapshot}: both {single} and an index that does not list it may hold the weights; "
+            f"name the one to use, for example {where}"
+        )
+    return [prefix + name for name in checkpoint_shards(text, where, layers, n_layers=n_layers, tied=tied)]
 
 
 def _write_outline(hub: Hub, snapshot: Snapshot, name: str, path: Path, kind: Kind) -> None:
