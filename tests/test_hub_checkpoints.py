@@ -171,6 +171,24 @@ def test_samples_beyond_what_memory_should_hold(
         assert ("layer0.safetensors" in user.locate(f"hf://o/{limit}", LayerRange(1, 2)).outlines) is outlined
 
 
+def test_files_in_folders_are_planned_and_opened(
+    server: HubServer, user: HubUser, checkpoint: dict[str, bytes], folder: Path
+) -> None:
+    files = {f"parts/{name}" if name.endswith(".safetensors") else name: data for name, data in checkpoint.items()}
+    weight_map = json.loads(files["model.safetensors.index.json"])["weight_map"]
+    files["model.safetensors.index.json"] = json.dumps(
+        {"weight_map": {tensor: f"parts/{name}" for tensor, name in weight_map.items()}}
+    ).encode()
+    server.repository("o/folders", {f"model/{name}": data for name, data in files.items()})
+    with outline("hf://o/folders/model", open_hub=user.hub) as planned:
+        names = {tensor.name for tensor in open_located(planned).tensors}
+    located = user.locate("hf://o/folders/model", LayerRange(1, 2))
+    assert set(located.outlines) == {"parts/layer0.safetensors", "parts/layer2.safetensors"}
+    source = open_located(located)
+    assert names == {tensor.name for tensor in source.tensors}
+    assert source.identity() == open_model(folder).identity()
+
+
 def test_rows_of_an_outline_are_refused(user: HubUser, checkpoint: dict[str, bytes]) -> None:
     source = open_located(user.locate("hf://o/n", LayerRange(1, 2)))
     with pytest.raises(ModelFileError, match=r"'model\.layers\.2\..*': only the outline of this file was fetched"):

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Literal
 
 from skippy_zmq.errors import ModelFileError, RetryableError, UserError
@@ -176,9 +176,9 @@ def outline(model: str | Path, *, open_hub: Callable[[], Hub] = Hub, beside: str
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(snapshot.folder / name, target)
         for name in weights:
-            _write_outline(hub, snapshot, name, Path(directory) / PurePosixPath(name).name, kind)
+            _write_outline(hub, snapshot, name, Path(directory) / name.removeprefix(prefix), kind)
         folder = kind == "checkpoint" and not main.endswith((".safetensors", ".index.json"))
-        path = Path(directory) if folder else Path(directory) / PurePosixPath(main).name
+        path = Path(directory) if folder else Path(directory) / main.removeprefix(prefix)
         yield LocatedModel(path, kind, located.reference, located.revision)
 
 
@@ -369,6 +369,7 @@ def _write_head(hub: Hub, snapshot: Snapshot, name: str, path: Path, size: int, 
     if len(data) != min(length, size):
         raise RetryableError(f"{snapshot}/{name}: wanted its first {min(length, size)} bytes, got {len(data)}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             file.write(data)
             file.truncate(size)
