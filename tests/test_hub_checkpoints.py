@@ -277,6 +277,13 @@ def test_one_of_several_weight_files_means_the_whole(
     assert user.locate(both.reference, own) == both, "no more in doubt"
 
 
+def test_the_configuration_means_its_folder(server: HubServer, user: HubUser, checkpoint: dict[str, bytes]) -> None:
+    server.repository("o/folder", {f"model/{name}": data for name, data in checkpoint.items()})
+    for repository, folder in (("o/n", ""), ("o/folder", "/model")):
+        located = user.locate(f"hf://{repository}{folder}/config.json", LayerRange(1, 2))
+        assert located == user.locate(f"hf://{repository}{folder}", LayerRange(1, 2))
+
+
 def test_one_file_beside_an_index_that_does_not_list_it(
     server: HubServer, user: HubUser, checkpoint: dict[str, bytes], folder: Path
 ) -> None:

@@ -251,6 +251,8 @@ def _choose(names: Sequence[str], chosen: str, where: str) -> tuple[Kind, str]:
         if chosen not in names:
             raise ModelFileError(f"{where}: no such file")
         return ("package" if base == PACKAGE_MANIFEST else "checkpoint"), chosen
+    if base == CHECKPOINT_CONFIG and chosen in names:
+        chosen = chosen.rpartition("/")[0]
     prefix = f"{chosen}/" if chosen else ""
     here = [name for name in names if name.startswith(prefix)]
     if not here:
