@@ -253,6 +253,8 @@ def test_weight_files_of_a_checkpoint() -> None:
 def test_the_shape_of_a_checkpoint() -> None:
     assert checkpoint_shape(b'{"num_hidden_layers": 6, "tie_word_embeddings": false}', "c") == (6, False)
     assert checkpoint_shape(b'{"text_config": {"num_hidden_layers": 3}}', "c") == (3, True)
+    beside = {"num_hidden_layers": 3, "tie_word_embeddings": False, "text_config": {"tie_word_embeddings": None}}
+    assert checkpoint_shape(json.dumps(beside).encode(), "c") == (3, False), "as whoever opens it reads it"
     for text in (b"{}", b'{"num_hidden_layers": true}', b'{"num_hidden_layers": 0}', b"[]"):
         with pytest.raises(ModelFileError, match=r"^c: "):
             checkpoint_shape(text, "c")
