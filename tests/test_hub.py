@@ -306,7 +306,7 @@ def test_answers_that_are_no_list(server: HubServer, user: HubUser, listing: Any
         user.locate("hf://o/n")
 
 
-@pytest.mark.parametrize("size", [-1, "20000", [], 1.5])
+@pytest.mark.parametrize("size", [-1, "20000", [], 1.5, 2**63])
 def test_a_size_that_is_none_is_no_size(server: HubServer, user: HubUser, size: Any) -> None:
     server.repository("o/n", {"m.gguf": MODEL})
     server.listing = {"siblings": [{"rfilename": "m.gguf", "size": size, "blobId": 5}]}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_files import safetensors_bytes, wide, write_case
-from hub_server import HubServer
+from hub_server import HubServer, blob_id
 from hub_user import HubUser
 from stage_processes import SMALL, StageProcess
 
@@ -18,8 +18,9 @@ from skippy_zmq import Client, LocalPipeline
 from skippy_zmq.errors import ModelFileError, RetryableError
 from skippy_zmq.runtime.options import StageOptions
 from skippy_zmq.runtime.stage_model import StageModel
+from skippy_zmq.sources import hub_outlines
 from skippy_zmq.sources.models import open_located, open_model
-from skippy_zmq.sources.references import LocatedModel
+from skippy_zmq.sources.references import LocatedModel, outline
 from skippy_zmq.topology import LayerRange
 
 pytest_plugins = ("hub_fixtures", "transport_fixtures")
@@ -156,6 +157,38 @@ def test_a_long_header_is_read_on_and_leftovers_go(
     assert sorted(outlines.glob(".new-*")) == [new]
 
 
+def test_samples_beyond_what_memory_should_hold(
+    server: HubServer, user: HubUser, checkpoint: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many small tensors nearly all bytes are read; a header of 256 KiB makes an outline pay nevertheless."""
+    small = safetensors_bytes({f"{n}": ("U8", (100_000,), bytes(100_000)) for n in range(20)})
+    length = int.from_bytes(small[:8], "little")
+    header = small[8 : 8 + length].ljust(256 << 10)
+    data = len(header).to_bytes(8, "little") + header + small[8 + length :]
+    for limit, outlined in ((2 << 20, True), (1 << 20, False)):
+        monkeypatch.setattr(hub_outlines, "_MOST_SAMPLED_BYTES", limit)
+        server.repository(f"o/{limit}", checkpoint | {"layer0.safetensors": data})
+        assert ("layer0.safetensors" in user.locate(f"hf://o/{limit}", LayerRange(1, 2)).outlines) is outlined
+
+
+def test_files_in_folders_are_planned_and_opened(
+    server: HubServer, user: HubUser, checkpoint: dict[str, bytes], folder: Path
+) -> None:
+    files = {f"parts/{name}" if name.endswith(".safetensors") else name: data for name, data in checkpoint.items()}
+    weight_map = json.loads(files["model.safetensors.index.json"])["weight_map"]
+    files["model.safetensors.index.json"] = json.dumps(
+        {"weight_map": {tensor: f"parts/{name}" for tensor, name in weight_map.items()}}
+    ).encode()
+    server.repository("o/folders", {f"model/{name}": data for name, data in files.items()})
+    with outline("hf://o/folders/model", open_hub=user.hub) as planned:
+        names = {tensor.name for tensor in open_located(planned).tensors}
+    located = user.locate("hf://o/folders/model", LayerRange(1, 2))
+    assert set(located.outlines) == {"parts/layer0.safetensors", "parts/layer2.safetensors"}
+    source = open_located(located)
+    assert names == {tensor.name for tensor in source.tensors}
+    assert source.identity() == open_model(folder).identity()
+
+
 def test_rows_of_an_outline_are_refused(user: HubUser, checkpoint: dict[str, bytes]) -> None:
     source = open_located(user.locate("hf://o/n", LayerRange(1, 2)))
     with pytest.raises(ModelFileError, match=r"'model\.layers\.2\..*': only the outline of this file was fetched"):
@@ -193,6 +226,27 @@ def test_a_file_that_is_none_is_said(
     assert not list(user.directory.rglob(".new-*"))
 
 
+@pytest.mark.parametrize("size", [2**63 - 1, 2**63])
+def test_sizes_that_no_file_can_have(size: int, server: HubServer, user: HubUser, checkpoint: dict[str, bytes]) -> None:
+    sizes = {name: len(data) for name, data in checkpoint.items()} | {"layer0.safetensors": size}
+    server.listing = {
+        "siblings": [
+            {"rfilename": name, "size": sizes[name], "blobId": blob_id(data)} for name, data in checkpoint.items()
+        ]
+    }
+    with (
+        pytest.raises(ModelFileError, match=r"or its size is not known|no outline can be kept in"),
+        outline("hf://o/n", open_hub=user.hub),
+    ):
+        pass
+    own = LayerRange(1, 2)
+    if size == 2**63:
+        assert "layer0.safetensors" not in user.locate("hf://o/n", own).outlines
+    else:
+        with pytest.raises(ModelFileError, match=r"wanted 9\d{18} bytes of space"):
+            user.locate("hf://o/n", own)
+
+
 def test_a_hub_that_fails_meanwhile(server: HubServer, user: HubUser, checkpoint: dict[str, bytes]) -> None:
     server.faults["layer0.safetensors"] = [503]
     once: LocatedModel = user.locate("hf://o/n", LayerRange(1, 2))
@@ -203,3 +257,58 @@ def test_a_hub_that_fails_meanwhile(server: HubServer, user: HubUser, checkpoint
     with pytest.raises(RetryableError, match=r"layer0\.safetensors: .* answered"):
         other.locate("hf://o/again", LayerRange(1, 2))
     assert not list(other.directory.rglob(".new-*"))
+
+
+def test_one_of_several_weight_files_means_the_whole(
+    server: HubServer, user: HubUser, checkpoint: dict[str, bytes], folder: Path
+) -> None:
+    """As the path of such a file does, also for a stage that does not need this one."""
+    own = LayerRange(1, 2)
+    located = user.locate("hf://o/n/layer0.safetensors", own)
+    assert set(located.outlines) == {"layer0.safetensors", "layer2.safetensors"}
+    assert open_located(located).identity() == open_model(folder / "layer0.safetensors").identity()
+    assert user.locate(located.reference, own, offline=True) == located
+    with outline("hf://o/n/layer0.safetensors", open_hub=HubUser(server, user.directory / "other").hub) as planned:
+        assert len(open_located(planned).tensors) == len(open_model(folder).tensors)
+    server.repository("o/both", checkpoint | {"m.gguf": b"GGUF"})
+    with pytest.raises(ModelFileError, match=r"for example \w+\.safetensors or m\.gguf"):
+        user.locate("hf://o/both")
+    both = user.locate("hf://o/both/layer0.safetensors", own)
+    assert user.locate(both.reference, own) == both, "no more in doubt"
+
+
+def test_the_configuration_means_its_folder(server: HubServer, user: HubUser, checkpoint: dict[str, bytes]) -> None:
+    server.repository("o/folder", {f"model/{name}": data for name, data in checkpoint.items()})
+    for repository, folder in (("o/n", ""), ("o/folder", "/model")):
+        located = user.locate(f"hf://{repository}{folder}/config.json", LayerRange(1, 2))
+        assert located == user.locate(f"hf://{repository}{folder}", LayerRange(1, 2))
+
+
+def test_one_file_beside_an_index_that_does_not_list_it(
+    server: HubServer, user: HubUser, checkpoint: dict[str, bytes], folder: Path
+) -> None:
+    """Is refused as in a folder, whatever the cache holds already."""
+    server.repository("o/both", checkpoint | {"model.safetensors": checkpoint["layer0.safetensors"]})
+    with pytest.raises(
+        ModelFileError, match="an index that does not list it may hold the weights; name the one"
+    ) as refusal:
+        user.locate("hf://o/both", LayerRange(1, 2))
+    assert not whole(server, checkpoint)
+    located = user.locate(str(refusal.value).split()[-1])
+    assert open_located(located).identity() == open_model(folder).identity()
+    assert user.locate("hf://o/both/model.safetensors").path.name == "model.safetensors"
+
+
+def test_one_of_several_weight_files_without_an_index_is_refused_before_it_is_fetched(
+    server: HubServer, user: HubUser, checkpoint: dict[str, bytes]
+) -> None:
+    part, only = "model-00001-of-00002.safetensors", "model-00001-of-00001.safetensors"
+    server.repository("o/parts", {"config.json": b"{}", part: checkpoint["layer0.safetensors"]})
+    with pytest.raises(ModelFileError, match=rf"^hf://o/parts/{part}: is one of 2 files, and no .*\.json lists it$"):
+        user.locate(f"hf://o/parts/{part}", LayerRange(0, 1))
+    assert not server.transfers(part)
+    server.repository("o/other", checkpoint | {part: checkpoint["layer0.safetensors"]})
+    with pytest.raises(ModelFileError, match="is one of 2 files"):
+        user.locate(f"hf://o/other/{part}")
+    server.repository("o/only", {"config.json": b"{}", only: checkpoint["layer0.safetensors"]})
+    assert user.locate(f"hf://o/only/{only}").path.name == only

@@ -24,6 +24,7 @@ from skippy_zmq.errors import ModelFileError, OptionError
 from skippy_zmq.package.__main__ import main
 from skippy_zmq.runtime.options import check_options
 from skippy_zmq.runtime.stage_model import StageModel
+from skippy_zmq.sources.checkpoint.safetensors_table import read_table
 from skippy_zmq.sources.gguf_model import GgufModel
 from skippy_zmq.sources.models import open_model
 from skippy_zmq.sources.package.building import build_package
@@ -99,8 +100,40 @@ def test_a_checkpoint_that_changed_is_read_again(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "llama", folder)
     before = GgufWeights(open_model(folder)).fingerprint()
     assert GgufWeights(open_model(folder)).fingerprint() == before
-    flip(folder / "model.safetensors", 400_001)  # between the samples that a model is known by
+    weights = folder / "model.safetensors"
+    status = weights.stat()
+    flip(weights, 400_001)  # between the samples that a model is known by
+    os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))  # as tools do that keep times
     assert GgufWeights(open_model(folder)).fingerprint() != before
+    (folder / "weights").mkdir()
+    inner = weights.rename(folder / "weights" / weights.name)
+    names = {tensor.name: "weights/model.safetensors" for tensor in read_table(inner)}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": names}))
+    before = GgufWeights(open_model(index)).fingerprint()
+    flip(inner, 400_001)
+    assert GgufWeights(open_model(index)).fingerprint() != before, "wherever an index says that weights are"
+
+
+@pytest.mark.parametrize("kind", ["gguf", "checkpoint"])
+def test_a_source_that_is_written_meanwhile(kind: str, tmp_path: Path) -> None:
+    """Its package would hold parts of both."""
+    weights = tmp_path / "checkpoint" / "model.safetensors"
+    shutil.copytree(GOLDEN / "llama", weights.parent)
+    if kind == "gguf":
+        weights = weights.with_name("reference-f32.gguf")
+    left = [weights]
+
+    def progress(_bytes: int) -> None:
+        if left:
+            flip(left.pop(), 400_001)
+
+    folder = tmp_path / "package"
+    with pytest.raises(ModelFileError, match="was written while its package was built; build again"):
+        build_package(GgufWeights(open_model(weights)), folder, progress=progress)
+    assert not (folder / "model-package.json").exists()
+    package_of(weights, folder)
+    assert _tensor_bytes(open_model(folder)) == _tensor_bytes(open_model(package_of(weights, tmp_path / "fresh")))
 
 
 def test_a_sparse_file_holds_one_stage(tmp_path: Path) -> None:

@@ -240,6 +240,8 @@ def test_weight_files_of_a_checkpoint() -> None:
     assert files("4:6") == ["2", "head"]
     assert files("4:6", tied=True) == ["2", "embed", "head"]
     assert checkpoint_shards(index, "i") == sorted(f"{x}.safetensors" for x in ("0", "1", "2", "embed", "head"))
+    endless = json.dumps({"weight_map": {f"model.layers.{'9' * 5000}.w": "9.safetensors"}}).encode()
+    assert files("2:4", endless) == []
     for name in ("../0.safetensors", "/0", "", 3):
         with pytest.raises(ModelFileError, match="i: file name"):
             checkpoint_shards(json.dumps({"weight_map": {"a": name}}).encode(), "i")
@@ -251,6 +253,8 @@ def test_weight_files_of_a_checkpoint() -> None:
 def test_the_shape_of_a_checkpoint() -> None:
     assert checkpoint_shape(b'{"num_hidden_layers": 6, "tie_word_embeddings": false}', "c") == (6, False)
     assert checkpoint_shape(b'{"text_config": {"num_hidden_layers": 3}}', "c") == (3, True)
+    beside = {"num_hidden_layers": 3, "tie_word_embeddings": False, "text_config": {"tie_word_embeddings": None}}
+    assert checkpoint_shape(json.dumps(beside).encode(), "c") == (3, False), "as whoever opens it reads it"
     for text in (b"{}", b'{"num_hidden_layers": true}', b'{"num_hidden_layers": 0}', b"[]"):
         with pytest.raises(ModelFileError, match=r"^c: "):
             checkpoint_shape(text, "c")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skippy_zmq.errors import ModelFileError, RetryableError, SkippyError
-from skippy_zmq.sources.hub_records import HubFile, Listing, Records
+from skippy_zmq.sources.hub_records import MAX_FILE_BYTES, HubFile, Listing, Records
 from skippy_zmq.sources.relative_names import checked_name, shortened
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ class Hub:
         files = []
         for item in info.siblings or ():
             name = checked_name(item.rfilename, f"hf://{repository}@{commit}")
-            size = item.size if isinstance(item.size, int) and item.size >= 0 else None
+            size = item.size if isinstance(item.size, int) and 0 <= item.size <= MAX_FILE_BYTES else None
             sha256 = str(getattr(item.lfs, "sha256", None) or "")
             files.append(HubFile(name, size, sha256, "" if sha256 else str(item.blob_id or "")))
         return Listing(commit, tuple(files))

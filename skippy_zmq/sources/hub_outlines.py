@@ -28,6 +28,7 @@ _MOST_RECORD_BYTES = 4096
 _FIRST_BYTES = 128 << 10  # where the whole header usually is
 _GAP_BYTES = 64 << 10  # sooner read than asked around
 _REQUEST_BYTES = 128 << 10  # what could be read in the time that a request takes
+_MOST_SAMPLED_BYTES = 64 << 20  # they are held in memory
 _ATTEMPTS = 2
 _LEFT_SECONDS = 86_400
 
@@ -94,7 +95,8 @@ def _write(hub: Hub, snapshot: Snapshot, name: str, descriptor: int, path: Path,
     if rest[1] > 0 and _fetched(hub, snapshot, name, descriptor, [rest]) is None:
         return False
     spans = _merged(_sampled(path, where))
-    if len(spans) * _REQUEST_BYTES + sum(length for _, length in spans) >= size:
+    sampled = sum(length for _, length in spans)
+    if sampled > _MOST_SAMPLED_BYTES or len(spans) * _REQUEST_BYTES + sampled >= size:
         return False
     return _fetched(hub, snapshot, name, descriptor, spans) is not None
 

@@ -22,6 +22,7 @@ from skippy_zmq.errors import ModelFileError
 from skippy_zmq.sources.relative_names import checked_name
 
 MAX_FILES = 100_000
+MAX_FILE_BYTES = 2**63 - 1  # what a length of a file can be
 _FORMAT = 1
 _MAX_RECORD_BYTES = 64 << 20
 _BLOCK_BYTES = 4 << 20
@@ -84,7 +85,7 @@ class Records:
         try:
             files = []
             for name, size, sha256, blob in _read(self._own / f"{commit}.json")["files"]:
-                if not (size is None or (isinstance(size, int) and size >= 0)):
+                if not (size is None or (isinstance(size, int) and 0 <= size <= MAX_FILE_BYTES)):
                     return None
                 file = HubFile(checked_name(name, commit), size, str(sha256), str(blob))
                 files.append(file)

@@ -21,7 +21,7 @@ CHECKPOINT_SINGLE = "model.safetensors"
 _METADATA_ENDS = (".json", ".model", ".jinja", ".txt")
 _MAX_METADATA_BYTES = 64 << 20
 _SHARD = re.compile(r"(?P<prefix>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf\Z")
-_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:.*\.)?layers\.(\d{1,9})\.")
 _MOST_NAMES_SHOWN = 20
 
 
@@ -157,11 +157,12 @@ def checkpoint_shape(config: bytes, where: str) -> tuple[int, bool]:
     """Number of layers, and whether the output matrix is the embedding, by ``config.json``; raise ModelFileError."""
     values = _object(config, where)
     text = values.get("text_config")
-    settings = text if isinstance(text, dict) else values
+    inner = text if isinstance(text, dict) else {}
+    settings = {**values, **{key: value for key, value in inner.items() if value is not None}}
     n_layers = settings.get("num_hidden_layers")
     if not isinstance(n_layers, int) or isinstance(n_layers, bool) or n_layers < 1:
         raise ModelFileError(f"{where}: num_hidden_layers: wanted at least 1, got {shown(str(n_layers))}")
-    return n_layers, settings.get("tie_word_embeddings", values.get("tie_word_embeddings")) is not False
+    return n_layers, settings.get("tie_word_embeddings") is not False
 
 
 def _object(text: bytes, where: str) -> Mapping[str, Any]:

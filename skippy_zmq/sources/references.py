@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Literal
 
 from skippy_zmq.errors import ModelFileError, RetryableError, UserError
@@ -41,6 +41,7 @@ SCHEME = "hf://"
 _WANTED = "wanted hf://owner/name, with @revision and /file where need be"
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?\Z")
 _REVISION = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.+-]|%2[Ff]){0,200}\Z")
+_WEIGHT_SHARD = re.compile(r"-\d{5}-of-(\d{5})\.safetensors\Z")
 _FIRST_HEAD_BYTES = 4 << 20
 _MAX_SAFETENSORS_HEADER = 100 << 20
 
@@ -115,7 +116,7 @@ def locate(
         return local_model(Path(model))
     hub = open_hub()
     snapshot = hub.snapshot(reference.repository, reference.revision)
-    kind, main = _choose(snapshot.names, reference.file, str(reference))
+    kind, main = _meant_file(hub, snapshot, reference)
     prefix = _prefix(kind, main)
     if kind == "gguf":
         files = gguf_files(snapshot.names, str(reference), main)
@@ -151,7 +152,7 @@ def outline(model: str | Path, *, open_hub: Callable[[], Hub] = Hub, beside: str
         return
     hub = open_hub()
     snapshot = hub.snapshot(reference.repository, reference.revision)
-    kind, main = _choose(snapshot.names, reference.file, str(reference))
+    kind, main = _meant_file(hub, snapshot, reference)
     prefix = _prefix(kind, main)
     located = _located(snapshot, kind, main)
     metadata: list[str] = []
@@ -175,9 +176,9 @@ def outline(model: str | Path, *, open_hub: Callable[[], Hub] = Hub, beside: str
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(snapshot.folder / name, target)
         for name in weights:
-            _write_outline(hub, snapshot, name, Path(directory) / PurePosixPath(name).name, kind)
+            _write_outline(hub, snapshot, name, Path(directory) / name.removeprefix(prefix), kind)
         folder = kind == "checkpoint" and not main.endswith((".safetensors", ".index.json"))
-        path = Path(directory) if folder else Path(directory) / PurePosixPath(main).name
+        path = Path(directory) if folder else Path(directory) / main.removeprefix(prefix)
         yield LocatedModel(path, kind, located.reference, located.revision)
 
 
@@ -250,6 +251,8 @@ def _choose(names: Sequence[str], chosen: str, where: str) -> tuple[Kind, str]:
         if chosen not in names:
             raise ModelFileError(f"{where}: no such file")
         return ("package" if base == PACKAGE_MANIFEST else "checkpoint"), chosen
+    if base == CHECKPOINT_CONFIG and chosen in names:
+        chosen = chosen.rpartition("/")[0]
     prefix = f"{chosen}/" if chosen else ""
     here = [name for name in names if name.startswith(prefix)]
     if not here:
@@ -269,6 +272,23 @@ def _choose(names: Sequence[str], chosen: str, where: str) -> tuple[Kind, str]:
             f"{where}: no model: wanted a GGUF file, {PACKAGE_MANIFEST}, or {CHECKPOINT_CONFIG} beside safetensors"
         )
     return "gguf", gguf_files(here, where)[0]
+
+
+def _meant_file(hub: Hub, snapshot: Snapshot, reference: HubReference) -> tuple[Kind, str]:
+    """As ``_choose``; for a weight file that an index lists, that index, as a path of the kind means the whole."""
+    kind, main = _choose(snapshot.names, reference.file, str(reference))
+    if kind != "checkpoint" or not main.endswith(".safetensors"):
+        return kind, main
+    prefix = _prefix(kind, main)
+    index = prefix + CHECKPOINT_INDEX
+    if index in snapshot.names:
+        text = hub.fetch(snapshot, [index])[index].read_bytes()
+        if main.removeprefix(prefix) in checkpoint_shards(text, f"{snapshot}/{index}"):
+            return kind, index
+    count = _WEIGHT_SHARD.search(main)
+    if count is not None and int(count[1]) > 1:
+        raise ModelFileError(f"{reference}: is one of {int(count[1])} files, and no {CHECKPOINT_INDEX} lists it")
+    return kind, main
 
 
 def _prefix(kind: Kind, main: str) -> str:
@@ -309,9 +329,14 @@ def _weights(snapshot: Snapshot, main: str, prefix: str, layers: LayerRange | No
         n_layers, tied = checkpoint_shape(config.read_bytes(), str(config))
         layers = layers.within(n_layers)
     text = (snapshot.folder / index).read_bytes()
-    return [
-        prefix + name for name in checkpoint_shards(text, f"{snapshot}/{index}", layers, n_layers=n_layers, tied=tied)
-    ]
+    single, where = prefix + CHECKPOINT_SINGLE, f"{snapshot}/{index}"
+    has_both = single in snapshot.names and CHECKPOINT_SINGLE not in checkpoint_shards(text, where)
+    if has_both and main.endswith(CHECKPOINT_CONFIG):
+        raise ModelFileError(
+            f"{snapshot}: both {single} and an index that does not list it may hold the weights; "
+            f"name the one to use, for example {where}"
+        )
+    return [prefix + name for name in checkpoint_shards(text, where, layers, n_layers=n_layers, tied=tied)]
 
 
 def _write_outline(hub: Hub, snapshot: Snapshot, name: str, path: Path, kind: Kind) -> None:
@@ -345,9 +370,13 @@ def _write_head(hub: Hub, snapshot: Snapshot, name: str, path: Path, size: int, 
     data = hub.head(snapshot, name, min(length, size))
     if len(data) != min(length, size):
         raise RetryableError(f"{snapshot}/{name}: wanted its first {min(length, size)} bytes, got {len(data)}")
-    with path.open("wb") as file:
-        file.write(data)
-        file.truncate(size)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            file.write(data)
+            file.truncate(size)
+    except OSError as error:
+        raise ModelFileError(f"{snapshot}/{name}: no outline can be kept in {path.parent}: {error.strerror}") from None
 
 
 def _first(path: Path, length: int) -> bytes:

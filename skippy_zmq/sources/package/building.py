@@ -63,13 +63,16 @@ def build_package(
                 f"{folder}: holds a finished package; check it with `python -m skippy_zmq.package verify {folder}`, "
                 "or give another folder"
             )
-        jobs, tensors, part_index = _jobs(source, projectors)
+        fingerprint = source.fingerprint()
+        jobs, tensors, part_index = _jobs(source, fingerprint, projectors)
         _check_own(folder, jobs)
         folder.mkdir(parents=True, exist_ok=True)
         with _Journal(folder) as journal:
             begin(sum(job.part.size for job in jobs))
             _check_space(folder, jobs)
             parts = tuple(_write_part(folder, job, journal, progress) for job in jobs)
+            if source.fingerprint() != fingerprint:
+                raise ModelFileError(f"{source.name}: was written while its package was built; build again")
             unnamed = Manifest(
                 source.name,
                 source.architecture,
@@ -91,7 +94,7 @@ def build_package(
 
 
 def _jobs(
-    source: WeightSource, projectors: Sequence[Path]
+    source: WeightSource, fingerprint: str, projectors: Sequence[Path]
 ) -> tuple[list[_Job], tuple[TensorEntry, ...], tuple[int, ...]]:
     """What to write, the tensors of the model, and the index of each one's part."""
     groups: dict[tuple[str, int | None], list[TensorEntry]] = {(SHARED, None): [], (EMBEDDINGS, None): []}
@@ -104,7 +107,6 @@ def _jobs(
     groups = {place: own for place, own in groups.items() if own or (place[1] or 0) < source.n_layers}
     order = {place: index for index, place in enumerate(groups)}
     n_parts, n_tensors = len(groups), len(source.tensors)
-    fingerprint = source.fingerprint()
     jobs = []
     for (kind, layer), own in groups.items():
         index = order[kind, layer]

@@ -78,9 +78,12 @@ class GgufWeights:
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256(self._model.identity().encode())
-        for path in self._model.files or _checkpoint_files(self._model.path):
+        origins = self._model.origins or {}
+        for path in self._model.files or sorted({path for paths in origins.values() for path in paths}):
             status = path.stat()
-            digest.update(f"{status.st_size} {status.st_mtime_ns} {status.st_ino}\0".encode())
+            # the last of these times is set by the kernel, so nobody can set it back
+            state = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+            digest.update(f"{state}\0".encode())
         return digest.hexdigest()
 
     def blocks(self, tensor: TensorEntry) -> Iterator[bytes]:
@@ -105,11 +108,6 @@ def _made_rows(rows: RowSource, tensor: TensorInfo) -> Iterator[bytes]:
     for first in range(0, n_rows, step):
         made = rows(tensor, first, min(step, n_rows - first))
         yield made.tobytes() if isinstance(made, np.ndarray | memoryview) else bytes(made)
-
-
-def _checkpoint_files(path: Path) -> list[Path]:
-    """What a checkpoint's weights may lie in, and more: another file beside only means that parts are built again."""
-    return sorted((path if path.is_dir() else path.parent).glob("*.safetensors"))
 
 
 def _open(path: Path) -> int:
