@@ -82,9 +82,9 @@ def test_what_every_kind_of_sampling_answers_is_the_same_to_the_bit(
     [
         ((), {}, LANES),
         (("--reproducible",), {"row_class_high": 3}, 3),
-        ((), {"row_class_high": 1}, 1),
-        ((), {"row_class_low": 2, "row_class_high": 3}, 1),
-        (("--flash-attn", "off"), {"row_class_high": LANES}, 1),
+        ((), {"window_rows": 1}, 1),
+        ((), {"window_rows": 2}, 2),
+        (("--flash-attn", "off"), {}, 1),
     ],
 )
 def test_as_wide_as_every_stage_allows(

@@ -427,6 +427,10 @@ def test_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_facts(quantized: Path) -> None:
     facts = stage_facts(open_stage(quantized, reproducible=True), "identity", "stage", "", RowClass(2, 7))
     assert (facts.row_class_low, facts.row_class_high, facts.reproducible) == (2, 7, True)
+    assert facts.window_rows == 1
+    for high, lanes, flash_attn, wanted in ((7, 4, "on", 4), (3, 4, "on", 3), (7, 4, "off", 1)):
+        model = open_stage(quantized, lanes=lanes, flash_attn=flash_attn)
+        assert stage_facts(model, "identity", "stage", "", RowClass(1, high)).window_rows == wanted
     facts = stage_facts(open_stage(quantized), "identity", "stage", "")
     assert (facts.row_class_low, facts.row_class_high, facts.reproducible) == (1, 1, False)
 

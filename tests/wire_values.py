@@ -83,6 +83,7 @@ FACTS = StageFacts(
     reproducible=True,
     kv_page_tokens=64,
     kv_page_bytes=64 * 1536,
+    window_rows=4,
     revision="owner/name@" + "0f" * 20,
 )
 _SAMPLING = SamplingParams(temperature=0.8, logit_bias=((5, -1.5), (7, 2.0)), seed=42, grammar='root ::= "a"')
@@ -259,6 +260,7 @@ def facts(draw: st.DrawFn) -> StageFacts:
             **dict.fromkeys(["weights_bytes", "kv_bytes", "compute_bytes", "kv_page_bytes"], COUNTS),
             threads=st.integers(0, limits.MAX_POSITION),
             kv_page_tokens=st.integers(0, limits.MAX_PAGE_TOKENS),
+            window_rows=st.integers(1, limits.MAX_BATCH_ROWS),
             revision=st.just("") | LABELS,
         )
     )

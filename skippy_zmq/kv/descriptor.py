@@ -216,6 +216,7 @@ _OWN_FIELDS = tuple(name for name in _FIELDS if name not in _SHARED_FIELDS)
 _FIELDS_PACKED = (*_SHARED_FIELDS, *_OWN_FIELDS)
 _MAP_OF_OWN = bytes([0x80 | len(_OWN_FIELDS)])
 _MOST_STARTS = 64
+_MOST_STARTS_OF_LAYERS = 4  # peers may have them made, before anybody asks whether they fit
 _starts: dict[bytes, dict[str, Any]] = {}
 
 
@@ -232,7 +233,7 @@ def _start(model: str, build: str, layers: tuple[LayerRows, ...]) -> bytes:
     if start is None:
         packed: bytes = msgpack.packb({"model": model, "build": build, "layers": checked.arrays})
         start = bytes([0x80 | len(_FIELDS)]) + packed[1:]
-        if len(checked.starts) >= _MOST_STARTS:
+        if len(checked.starts) >= _MOST_STARTS_OF_LAYERS:
             checked.starts.clear()
         checked.starts[model, build] = start
     return start

@@ -97,9 +97,22 @@ def stage_facts(
         row_class_high=rows.high,
         reproducible=options.reproducible,
         kv_page_tokens=kv_page_tokens,
+        window_rows=_window_rows(model, rows),
         kv_page_bytes=kv_page_tokens * sum(rows.token_bytes for rows in model.kv_layers) if kv_page_tokens else 0,
         revision=revision,
     )
+
+
+def _window_rows(model: StageModel, rows: RowClass) -> int:
+    """How many consecutive tokens of a lane get the bits that they would get one by one.
+
+    The row class is about rows of several lanes. With flash attention on ggml's CPU the rows of one lane are computed
+    alike, each over its own cells. On other devices nobody measured it; state of other kinds may count differently.
+    """
+    on_cpu = set(model.native_model.device_names) <= {"CPU"}
+    if rows.low > 1 or model.options.flash_attn != "on" or model.kv_refusal or not on_cpu:
+        return 1
+    return min(rows.high, model.options.lanes)
 
 
 def brief(facts: StageFacts) -> dict[str, Any]:

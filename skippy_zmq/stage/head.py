@@ -45,7 +45,6 @@ class Head:
         self._batches = batches
         self._ring_meter = RingMeter(meters)
         self._scheduler = new_scheduler(model.options, facts)
-        self._windows = not model.kv_refusal  # with state of other kinds, several tokens may count otherwise than one
         self._absences = Absences(0.0)  # of those who wait for an answer
         self.renderer = TemplateRenderer(model.source.chat_template or "", bos, eos)
         self.renderer.start()
@@ -123,7 +122,7 @@ class Head:
 
     def join(self, stages: Sequence[wire.StageFacts]) -> None:
         """The ring is closed: the whole pipeline is known."""
-        join_ring(self._scheduler, stages, windows=self._windows)
+        join_ring(self._scheduler, stages)
         self._prefixes.join(stages)
 
     def lose(self, why: str) -> None:

@@ -382,8 +382,7 @@ class RequestTable:
         request.prompt, request.known, request.received = finished.prompt, finished.known, received
         request.accepted = True
         self._by_session[request.session] = self._by_request[client, finished.ask.request] = request
-        self._waiting[request.session] = request
-        self._waiting.move_to_end(request.session, last=False)
+        self._waiting[request.session] = request  # behind those that wait already
         log.info("session %s repeats the end of an answer", request.session)
 
     def fail_all(self, error: SkippyError) -> None:

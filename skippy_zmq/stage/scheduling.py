@@ -25,28 +25,14 @@ def new_scheduler(options: StageOptions, facts: StageFacts) -> Scheduler:
     )
 
 
-def join_ring(scheduler: Scheduler, stages: Sequence[StageFacts], *, windows: bool) -> None:
-    """The pipeline is known. Reproducible: no decode step has more rows than every stage computes alike.
-
-    ``windows``: whether the model's state allows several tokens of a lane at once to be computed as one by one.
-    """
+def join_ring(scheduler: Scheduler, stages: Sequence[StageFacts]) -> None:
+    """The pipeline is known. Reproducible: no decode step has more rows than every stage computes alike."""
     scheduler.row_bytes = max(sum(spec.row_bytes for spec in facts.wanted) for facts in stages)
     scheduler.max_rows = _max_rows(stages[0])
     if stages[0].reproducible:
         scheduler.max_rows = min(scheduler.max_rows, *(facts.row_class_high for facts in stages))
-    scheduler.window = replay_window(stages, scheduler.max_rows) if windows else 1
+    scheduler.window = min(scheduler.max_rows, *(facts.window_rows for facts in stages))
     scheduler.join_ring(len(stages))
-
-
-def replay_window(stages: Sequence[StageFacts], max_rows: int) -> int:
-    """How many consecutive tokens of a session get the bits that they would get one by one.
-
-    A row class that begins with the lone row is about rows of several lanes. With flash attention on, what rows of a
-    lane compute is the same: each goes over its own cells.
-    """
-    if any(facts.row_class_low > 1 or facts.flash_attn != "on" for facts in stages):
-        return 1
-    return min(max_rows, *(min(facts.row_class_high, facts.lanes) for facts in stages))
 
 
 def scheduler_counters(scheduler: Scheduler, n_stages: int) -> dict[str, int]:

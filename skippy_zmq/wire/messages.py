@@ -98,6 +98,7 @@ class StageFacts:
     reproducible: bool = False
     kv_page_tokens: int = 0  # of a page of attention state; 0: this stage keeps none
     kv_page_bytes: int = 0  # of such a page
+    window_rows: int = 1  # consecutive tokens of a lane that get, in one batch, the bits of one by one
     revision: str = ""  # "owner/name@commit" of a model that came from a hub
 
 

@@ -166,6 +166,7 @@ _RULES: Mapping[str, Field] = {
     "token_ids": token_ids(0, MAX_PROMPT_TOKENS),
     "top_k": _SIGNED,
     "weights_bytes": _COUNT,
+    "window_rows": integer(1, MAX_BATCH_ROWS),
     "Activations.tokens": token_bytes(1, MAX_BATCH_ROWS),
     "ChatMessage.role": one_of(("system", "developer", "user", "assistant", "tool")),
     "Error.request": text(0, MAX_NAME_BYTES),
