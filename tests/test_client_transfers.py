@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,7 @@ from skippy_zmq.client.transfers import (
 from skippy_zmq.errors import KvPageError, ProtocolError, RequestError, SkippyError, StageLostError
 from skippy_zmq.kv.chain import ROOT
 from skippy_zmq.kv.descriptor import PageFacts, pack_descriptor, unpack_descriptor
+from skippy_zmq.kv.layout import LayerRows
 from skippy_zmq.kv.page import KvPage, seal, verify
 from skippy_zmq.kv.session_chain import SessionLinks
 from skippy_zmq.kv.session_files import SavedSession
@@ -434,3 +436,16 @@ def test_a_directory_that_is_no_saved_session(tmp_path: Path) -> None:
 @pytest.mark.parametrize("n_prompt", [-1, 19])
 def test_a_prompt_longer_than_the_session(n_prompt: int) -> None:
     refused(empty(TWO), import_pages(STATE.tokens, n_prompt, lambda one: []), RequestError, "n_prompt: wanted 0..18")
+
+
+def test_pages_far_larger_than_the_stages_own_are_refused_by_name() -> None:
+    """The number of pages in a message goes by what the stage says of its own."""
+    layers = (LayerRows(0, "f16", "f16", 2 << 20, 2 << 20),)
+    tokens = tuple(range(16 * PAGE_TOKENS))
+    links = (ROOT, *session_links(tokens, 0, PAGE_TOKENS))
+    payload = memoryview(bytes(PAGE_TOKENS * (4 << 20)))
+    large = [
+        seal(PageFacts(MODEL, BUILD, layers), PAGE_TOKENS * i, PAGE_TOKENS * (i + 1), before, after, payload)
+        for i, (before, after) in enumerate(itertools.pairwise(links))
+    ]
+    refused(empty(TWO), import_pages(tokens, 0, lambda wanted: large), KvPageError, "stage of layers 0:15 can take")

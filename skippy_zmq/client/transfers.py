@@ -23,7 +23,13 @@ from skippy_zmq.kv.session_files import SavedSession, SessionWriter
 from skippy_zmq.kv.session_manifest import SessionFacts
 from skippy_zmq.kv.sessions import session_links, session_name
 from skippy_zmq.topology import LayerRange
-from skippy_zmq.wire.limits import MAX_NAME_BYTES, MAX_PAYLOAD_BYTES, MAX_PROMPT_TOKENS
+from skippy_zmq.wire.limits import (
+    MAX_HEADER_BYTES,
+    MAX_MESSAGE_BYTES,
+    MAX_NAME_BYTES,
+    MAX_PAYLOAD_BYTES,
+    MAX_PROMPT_TOKENS,
+)
 from skippy_zmq.wire.messages import (
     KvAdopt,
     KvExport,
@@ -336,7 +342,8 @@ def _some(pages: Iterator[KvPage], most: int) -> list[KvPage]:
 def _import_of(pages: Sequence[KvPage], stage: StageFacts) -> Ask:
     for page in pages:
         size = page.descriptor.payload_bytes
-        if size > MAX_PAYLOAD_BYTES:
+        # Together they can only be too large where they are far larger than the stage's own.
+        if size > MAX_PAYLOAD_BYTES or size * len(pages) > MAX_MESSAGE_BYTES - MAX_HEADER_BYTES:
             raise KvPageError(f"{page.descriptor}: {_named(stage)} can take {MAX_PAYLOAD_BYTES} bytes, got {size}")
     descriptors = tuple(pack_descriptor(page.descriptor) for page in pages)
     tensors = tuple(TensorDescriptor.of_page(page.payload.nbytes) for page in pages)

@@ -7,7 +7,7 @@ from skippy_zmq.kv.descriptor import pack_descriptor, unpack_descriptor
 from skippy_zmq.kv.page import KvPage
 from skippy_zmq.stage.pages import LanePages
 from skippy_zmq.wire import messages as wire
-from skippy_zmq.wire.limits import LINK_BYTES, MAX_HEADER_BYTES, MAX_MESSAGE_BYTES
+from skippy_zmq.wire.limits import LINK_BYTES, MAX_HEADER_BYTES, MAX_MESSAGE_BYTES, MAX_PAYLOAD_BYTES
 
 
 def exported(asked: wire.KvExport, held: LanePages, client: bytes) -> tuple[wire.KvPages, list[memoryview]]:
@@ -17,6 +17,11 @@ def exported(asked: wire.KvExport, held: LanePages, client: bytes) -> tuple[wire
     size = MAX_HEADER_BYTES
     for link in links:
         page = held.page(client, link)
+        if page.payload.nbytes > MAX_PAYLOAD_BYTES:
+            raise KvPageError(
+                f"{page.descriptor}: a message carries {MAX_PAYLOAD_BYTES} bytes, and it has {page.payload.nbytes}: "
+                "start the stages with a smaller --kv-page-tokens"
+            )
         size += page.payload.nbytes
         if size > MAX_MESSAGE_BYTES and pages:
             raise KvPageError(f"{len(links)} pages: they do not fit into one message, ask for {len(pages)} at once")
