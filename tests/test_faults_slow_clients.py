@@ -187,7 +187,12 @@ def test_a_program_that_is_stopped(scene: Scene) -> None:
     command = [sys.executable, "-m", "skippy_zmq.client", "--connect", scene.pipeline.endpoint]
     command += ["--prompt", "x", "--max-tokens", str(n_tokens)]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=stage_environment()
+        command,
+        bufsize=0,  # what a buffer has read ahead would be lost to communicate()
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        env=stage_environment(),
     ) as program:
         assert program.stdout is not None
         begin = program.stdout.read(10)
