@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import llama_cpp
 
@@ -94,7 +93,7 @@ def greedy_reference(
         verbose=False,
         **cache,
     )
-    with contextlib.closing(llama):
+    with closing(llama):
         return [_greedy(llama, prompt, n_tokens) for prompt in prompts]
 
 
@@ -130,8 +129,21 @@ def child_processes() -> set[int]:
 
 def children_of(pid: int | str) -> set[int]:
     """Processes that another one has started and that are still there."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+    found: set[int] = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread may end meanwhile
+            found.update(int(child) for child in (task / "children").read_text().split())
+    return found
+
+
+def read_exactly(stream: IO[bytes], n_bytes: int) -> bytes:
+    """The next bytes of a program's pipe, and none after them: those are left for ``communicate()``."""
+    read = b""
+    while len(read) < n_bytes:
+        piece = os.read(stream.fileno(), n_bytes - len(read))
+        assert piece, f"ended after {read!r}"
+        read += piece
+    return read
 
 
 def open_descriptors() -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from model_files import shards, sparse, tiny
+from pipeline_helpers import children_of
 
 from skippy_zmq.certify.__main__ import exit_code
 from skippy_zmq.certify.compare import first_difference
@@ -216,7 +217,7 @@ def test_a_killed_child_is_reported_and_the_next_one_runs(tmp_path: Path) -> Non
         thread = threading.Thread(target=lambda: results.append(worker.run(job)))
         thread.start()
         with (tmp_path / "facts.json").open("w"):
-            (child,) = children(worker.pid)
+            (child,) = children_of(worker.pid)
             os.kill(child, signal.SIGSEGV)
             thread.join()
         assert results == [{"crashed": "was killed by SIGSEGV"}]
@@ -224,10 +225,6 @@ def test_a_killed_child_is_reported_and_the_next_one_runs(tmp_path: Path) -> Non
         folder = tmp_path / "reference"
         folder.mkdir()
         assert worker.run(reference_job(ARCH / "gpt2-dense.gguf", DEFAULTS, folder)) == facts
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_time_limit(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pipeline_helpers import child_processes
 
 from skippy_zmq.chat.limits import MAX_WAITING
 from skippy_zmq.chat.renderer import Failed, Rendered, TemplateRenderer
@@ -30,11 +31,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def children() -> set[int]:
-    tasks = Path("/proc/self/task").iterdir()
-    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
 
 
 def descriptors() -> set[str]:
@@ -71,17 +67,17 @@ def test_outcomes_come_in_order(renderer: TemplateRenderer) -> None:
 
 
 def test_nothing_runs_before_it_is_needed() -> None:
-    before = children()
+    before = child_processes()
     with TemplateRenderer(TEMPLATE, "", "") as renderer:
-        assert children() == before
+        assert child_processes() == before
         assert renderer.poll() == []
         assert renderer.next_deadline() is None
         assert not select.select([renderer.fileno()], [], [], 0)[0]
         renderer.start()
         renderer.start()
-        assert len(children() - before) == 1
+        assert len(child_processes() - before) == 1
         assert renderer.next_deadline() is not None
-    assert children() == before
+    assert child_processes() == before
 
 
 def test_a_template_without_end_is_killed_at_its_deadline_and_the_others_go_on() -> None:
@@ -132,10 +128,10 @@ def test_a_process_that_does_not_start_fails_what_waits_for_it() -> None:
 
 
 def test_a_killed_process_is_replaced(renderer: TemplateRenderer) -> None:
-    before = children()
+    before = child_processes()
     ask(renderer, "a", "first")
     assert outcomes(renderer, 1) == [Rendered("a", "first!")]
-    (pid,) = children() - before
+    (pid,) = child_processes() - before
     ask(renderer, "b", "loop")
     os.kill(pid, signal.SIGKILL)
     (failed,) = outcomes(renderer, 1)
@@ -143,13 +139,13 @@ def test_a_killed_process_is_replaced(renderer: TemplateRenderer) -> None:
     assert str(failed.error) == "chat template: the process that renders it ended"
     ask(renderer, "c", "third")
     assert outcomes(renderer, 1) == [Rendered("c", "third!")]
-    assert pid not in children()
+    assert pid not in child_processes()
 
 
 def test_an_idle_process_that_ends_is_replaced(renderer: TemplateRenderer) -> None:
-    before = children()
+    before = child_processes()
     assert renderer.render([ChatMessage("user", "x")]) == "x!"
-    (pid,) = children() - before
+    (pid,) = child_processes() - before
     process = os.pidfd_open(pid)
     os.kill(pid, signal.SIGKILL)
     assert select.select([process], [], [], 60)[0]
@@ -159,7 +155,7 @@ def test_an_idle_process_that_ends_is_replaced(renderer: TemplateRenderer) -> No
 
 
 def test_nothing_is_left_behind() -> None:
-    before = descriptors(), children()
+    before = descriptors(), child_processes()
     for _ in range(3):
         renderer = TemplateRenderer(TEMPLATE, "", "", render_seconds=0.2)
         assert renderer.render([ChatMessage("user", "x")]) == "x!"
@@ -169,7 +165,7 @@ def test_nothing_is_left_behind() -> None:
         ask(renderer, "dropped", "loop")
         renderer.close()
         renderer.close()
-    assert (descriptors(), children()) == before
+    assert (descriptors(), child_processes()) == before
 
 
 def test_the_queue_is_bounded(renderer: TemplateRenderer) -> None:
@@ -206,10 +202,10 @@ def test_the_process_ends_with_its_parent() -> None:
 
 def test_the_worker_sees_no_environment_and_opens_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_OF_THE_PARENT", "1")
-    before = children()
+    before = child_processes()
     with TemplateRenderer(TEMPLATE, "", "") as renderer:
         renderer.render([ChatMessage("user", "x")])
-        (pid,) = children() - before
+        (pid,) = child_processes() - before
         assert b"SECRET_OF_THE_PARENT" not in Path(f"/proc/{pid}/environ").read_bytes()
         limits = Path(f"/proc/{pid}/limits").read_text()
         values = {line[:26].strip(): line[26:].split()[0] for line in limits.splitlines()[1:]}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from model_files import FIRST_BYTE_TOKEN, Parrot, parrot, tiny
-from pipeline_helpers import PATIENCE, Pipelines, run_client, wait_until_idle
+from pipeline_helpers import PATIENCE, Pipelines, read_exactly, run_client, wait_until_idle
 
 from skippy_zmq.client.__main__ import main
 from skippy_zmq.client.arguments import parse_arguments
@@ -272,7 +272,7 @@ def test_text_comes_while_it_is_made_and_ctrl_c_keeps_it(pipelines: Pipelines, e
     client = pipelines(endless.path, 2, ctx_size=65536, lanes=1)
     with start("--connect", client.endpoint, "--prompt", "x", "--max-tokens", 60_000) as program:
         assert program.stdout is not None
-        begun = program.stdout.read(len("alpha beta "))
+        begun = read_exactly(program.stdout, len("alpha beta "))
         assert program.poll() is None
         program.send_signal(signal.SIGINT)
         rest, errors = program.communicate(timeout=PATIENCE)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import zmq
 from fault_helpers import PATIENCE, Scene, recited, until
+from pipeline_helpers import read_exactly
 from stage_processes import stage_environment
 
 from skippy_zmq import Client
@@ -187,15 +188,10 @@ def test_a_program_that_is_stopped(scene: Scene) -> None:
     command = [sys.executable, "-m", "skippy_zmq.client", "--connect", scene.pipeline.endpoint]
     command += ["--prompt", "x", "--max-tokens", str(n_tokens)]
     with subprocess.Popen(
-        command,
-        bufsize=0,  # what a buffer has read ahead would be lost to communicate()
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        env=stage_environment(),
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=stage_environment()
     ) as program:
         assert program.stdout is not None
-        begin = program.stdout.read(10)
+        begin = read_exactly(program.stdout, 10)
         for _ in range(2):
             program.send_signal(signal.SIGSTOP)
             scene.good.wait_for(5)
