@@ -18,7 +18,7 @@ from skippy_zmq.sources.package.building import build_package
 from skippy_zmq.sources.package.weight_source import GgufWeights
 from skippy_zmq.topology import LayerRange, split_evenly
 
-ROUNDS = 9
+ROUNDS = 25
 MAY_TAKE = 1.2
 
 

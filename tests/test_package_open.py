@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
 import resource
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -161,6 +163,44 @@ def test_a_damaged_part_of_the_stage_is_refused_and_one_of_another_stage_not_loo
                 _load(folder, layers)
         else:
             _load(folder, layers)
+
+
+@pytest.mark.parametrize("options", [{"check_tensors": True}, {"mmap": False}, {"mmap": False, "check_tensors": True}])
+def test_no_weight_is_looked_at_before_its_hash_is_known(
+    package: Path, tmp_path: Path, options: dict[str, object]
+) -> None:
+    folder = tmp_path / "package"
+    shutil.copytree(package, folder)
+    part = folder / "layers/00001.gguf"
+    with part.open("r+b") as file:
+        file.seek(-64, os.SEEK_END)
+        file.write(b"\xff" * 64)  # numbers that are not finite, which would be said otherwise
+    with pytest.raises(ModelFileError, match=r"layers/00001\.gguf: wanted sha256"):
+        _load(folder, "1:3", **options)
+
+
+def test_progress_rises_from_hashes_to_weights(package: Path) -> None:
+    seen: list[float] = []
+    options = check_options({"ctx_size": 64}, "test")
+    StageModel(open_model(package), LayerRange(0, 4), options, progress=seen.append)
+    assert seen == sorted(seen)
+    assert (seen[-1], 0.5 in seen) == (1.0, True)
+
+
+class StopError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("at", [0.0, 0.5])
+def test_a_load_can_be_stopped(package: Path, at: float) -> None:
+    def stop(done: float) -> None:
+        if done >= at:
+            raise StopError
+
+    threads, files = threading.active_count(), os.listdir("/proc/self/fd")  # noqa: PTH208
+    with pytest.raises(StopError):
+        StageModel(open_model(package), LayerRange(0, 4), check_options({"ctx_size": 64}, "test"), progress=stop)
+    assert (threading.active_count(), os.listdir("/proc/self/fd")) == (threads, files)  # noqa: PTH208
 
 
 def test_all_parts_that_are_no_good_are_named_at_once(package: Path, tmp_path: Path) -> None:

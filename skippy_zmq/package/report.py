@@ -36,7 +36,7 @@ def package_json(folder: Path, manifest: Manifest) -> dict[str, Any]:
 
 def package_table(folder: Path, manifest: Manifest) -> list[str]:
     """A heading, a line per part, and a sum."""
-    groups = [*manifest.tensors_by_part(), *([] for _ in manifest.projectors)]
+    groups = [*manifest.tensors_by_part, *([] for _ in manifest.projectors)]
     rows = [("part", "kind", "tensors", "MiB", "types", "")]
     for part, tensors in zip(manifest.parts, groups, strict=True):
         kind = part.kind if part.layer is None else f"layer {part.layer}"

@@ -115,7 +115,9 @@ class StageModel:
                 progress(done / 2)
 
         def loading(done: float) -> None:
-            if progress is not None:
+            if progress is not None and (
+                files.check is None or loading_from
+            ):  # what is still to be checked comes first
                 progress(loading_from + done * (1 - loading_from))
 
         report = loading if progress is not None else None
@@ -132,6 +134,7 @@ class StageModel:
                         [(t.name, t.type, t.nbytes, index[t.path], t.offset) for t in source.tensors],
                         list(files.paths),
                         report,
+                        files.check,
                         mmap=options.mmap,
                         check_tensors=options.check_tensors,
                         **placement,

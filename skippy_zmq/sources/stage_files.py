@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -11,11 +12,14 @@ class StageFiles:
 
     ``names``: what messages call those paths where they are not what the user gave. ``own_bytes``: bytes of the stage's
     own tensors where the other bytes are not there, so that native code must not want more; None where all are.
+    ``check``: to be called before the first weight is read, by the thread that opened the files; raises ModelFileError
+    where they are not what they should be.
     """
 
     paths: tuple[str, ...]
     names: tuple[str, ...] = ()
     own_bytes: int | None = None
+    check: Callable[[], object] | None = None
 
     def readable(self, message: str) -> str:
         """``message`` with ``names`` in place of ``paths``."""

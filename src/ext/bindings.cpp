@@ -72,7 +72,7 @@ std::vector<LaneRows> lane_rows(const std::vector<RowsTuple> &tuples) {
 
 void open_model(StageModel *self, const std::tuple<int, int, int, int> &layers,
                 const std::vector<ExtentTuple> &extent_tuples, const std::vector<std::string> &files,
-                const nb::object &progress, ModelOptions options) {
+                const nb::object &progress, const nb::object &check, ModelOptions options) {
     std::vector<Extent> extents;
     extents.reserve(extent_tuples.size());
     for (const auto &[tensor, type, nbytes, file, offset] : extent_tuples) {
@@ -83,25 +83,31 @@ void open_model(StageModel *self, const std::tuple<int, int, int, int> &layers,
     }
     const auto &[begin, end, n_layers, n_blocks] = layers;
     std::optional<nb::python_error> interrupted;
+    const auto went_well = [&](const auto &call) {
+        const nb::gil_scoped_acquire gil;
+        try {
+            call();
+            if (PyErr_CheckSignals() != 0) {
+                throw nb::python_error();
+            }
+            return true;
+        } catch (nb::python_error &error) {
+            interrupted.emplace(std::move(error));
+            return false;
+        }
+    };
     WeightFiles::Progress report;
     if (!progress.is_none()) {
-        report = [&](float done) {
-            const nb::gil_scoped_acquire gil;
-            try {
-                progress(done);
-                if (PyErr_CheckSignals() != 0) {
-                    throw nb::python_error();
-                }
-                return true;
-            } catch (nb::python_error &error) {
-                interrupted.emplace(std::move(error));
-                return false;
-            }
-        };
+        report = [&](float done) { return went_well([&] { progress(done); }); };
+    }
+    WeightFiles::Check may_read;
+    if (!check.is_none()) {
+        may_read = [&] { return went_well([&] { check(); }); };
     }
     try {
         const nb::gil_scoped_release no_gil;
-        new (self) StageModel({begin, end, n_layers, n_blocks}, std::move(extents), files, std::move(options), report);
+        new (self) StageModel({begin, end, n_layers, n_blocks}, std::move(extents), files, std::move(options), report,
+                              may_read);
     } catch (const std::exception &) {
         if (interrupted) {
             throw nb::python_error(std::move(*interrupted));
@@ -150,19 +156,20 @@ void bind_model(nb::module_ &m) {
         .def(
             "__init__",
             [](StageModel *self, const std::tuple<int, int, int, int> &layers, const std::vector<ExtentTuple> &extents,
-               const std::vector<std::string> &files, const nb::object &progress, std::vector<std::string> devices,
-               int n_gpu_layers, int main_gpu, std::string split_mode, std::vector<float> tensor_split, bool mmap,
-               bool mlock, bool direct_io, bool repack, bool check_tensors, bool no_host_buffer) {
-                open_model(self, layers, extents, files, progress,
+               const std::vector<std::string> &files, const nb::object &progress, const nb::object &check,
+               std::vector<std::string> devices, int n_gpu_layers, int main_gpu, std::string split_mode,
+               std::vector<float> tensor_split, bool mmap, bool mlock, bool direct_io, bool repack, bool check_tensors,
+               bool no_host_buffer) {
+                open_model(self, layers, extents, files, progress, check,
                            {std::move(devices), n_gpu_layers, main_gpu, std::move(split_mode), std::move(tensor_split),
                             mmap, mlock, direct_io, repack, check_tensors, no_host_buffer});
             },
-            "layers"_a, "extents"_a, "files"_a, "progress"_a.none(), nb::kw_only(), "devices"_a, "n_gpu_layers"_a,
-            "main_gpu"_a, "split_mode"_a, "tensor_split"_a, "mmap"_a, "mlock"_a, "direct_io"_a, "repack"_a,
-            "check_tensors"_a, "no_host_buffer"_a,
+            "layers"_a, "extents"_a, "files"_a, "progress"_a.none(), "check"_a.none(), nb::kw_only(), "devices"_a,
+            "n_gpu_layers"_a, "main_gpu"_a, "split_mode"_a, "tensor_split"_a, "mmap"_a, "mlock"_a, "direct_io"_a,
+            "repack"_a, "check_tensors"_a, "no_host_buffer"_a,
             "Open layers (start, end, layers run, blocks stored) of a GGUF file or of its shards, whose tensors are "
             "given as "
-            "(name, type, bytes, file index, offset).")
+            "(name, type, bytes, file index, offset). check: called before the first weight is read.")
         .def_prop_ro("device_names", [](const StageModel &self) { return self.device_names(); })
         .def_prop_ro("own_bytes", &StageModel::own_bytes, "Bytes of the weights of this stage.")
         .def_prop_ro("n_vocab", [](const StageModel &self) { return llama_vocab_n_tokens(self.vocab()); })

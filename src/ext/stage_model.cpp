@@ -249,22 +249,32 @@ StageModel::StageModel(StageLayers layers, ModelOptions options, const std::vect
 }
 
 StageModel::StageModel(StageLayers layers, std::vector<Extent> extents, const std::vector<std::string> &files,
-                       ModelOptions options, const WeightFiles::Progress &progress)
+                       ModelOptions options, const WeightFiles::Progress &progress, const WeightFiles::Check &check)
     : StageModel(layers, std::move(options), names(extents)) {
     for (Extent &extent : extents) {
         extent.own = owns(extent.tensor);
     }
     files_ = std::make_unique<WeightFiles>(std::move(extents), files);
     own_bytes_ = files_->own_bytes();
+    bool checked = false;
+    const auto may_read = [&] {
+        checked = checked || !check || check();
+        return checked;
+    };
     // Asking for the bytes is the first half of the way, llama.cpp's taking them the second.
-    const WeightFiles::Progress halves[] = {[&](float done) { return progress(done / 2); },
-                                            [&](float done) { return progress((done + 1) / 2); }};
-    if (!files_->prefetch(progress ? halves[0] : nullptr)) {
+    const WeightFiles::Progress asked = [&](float done) { return !progress || progress(done / 2); };
+    const WeightFiles::Progress taken = [&](float done) {
+        return may_read() && (!progress || progress((done + 1) / 2));
+    };
+    if (!files_->prefetch(asked)) {
         throw std::runtime_error("loading was stopped");
     }
     install_callbacks();
     const NativeGuard guard;
     if (options_.check_tensors) { // llama.cpp would look at the whole file
+        if (!may_read()) {
+            throw std::runtime_error("loading was stopped");
+        }
         files_->validate();
     }
     llama_model_params params = place();
@@ -276,12 +286,10 @@ StageModel::StageModel(StageLayers layers, std::vector<Extent> extents, const st
     params.load_mode = options_.direct_io ? LLAMA_LOAD_MODE_DIRECT_IO
                        : options_.mlock   ? LLAMA_LOAD_MODE_MMAP_MLOCK
                                           : LLAMA_LOAD_MODE_MMAP;
-    if (progress) {
-        params.progress_callback = [](float done, void *report) {
-            return (*static_cast<const WeightFiles::Progress *>(report))(done);
-        };
-        params.progress_callback_user_data = const_cast<WeightFiles::Progress *>(&halves[1]);
-    }
+    params.progress_callback = [](float done, void *report) { // first called before a weight is read
+        return (*static_cast<const WeightFiles::Progress *>(report))(done);
+    };
+    params.progress_callback_user_data = const_cast<WeightFiles::Progress *>(&taken);
 
     std::vector<const char *> paths;
     for (const std::string &path : files) {

@@ -40,9 +40,10 @@ struct ModelOptions {
 class StageModel {
   public:
     // `files`: the GGUF, or all its shards in order. `extents`: where each tensor lies in them; `own` is set here.
-    // Throws std::runtime_error (one line) where llama.cpp refuses the model.
+    // `check`: called before the first weight is read, after the headers were. Each of the callbacks may be null.
+    // Throws std::runtime_error (one line) where llama.cpp refuses the model, or a callback stops the load.
     StageModel(StageLayers layers, std::vector<Extent> extents, const std::vector<std::string> &files,
-               ModelOptions options, const WeightFiles::Progress &progress);
+               ModelOptions options, const WeightFiles::Progress &progress, const WeightFiles::Check &check);
     // From a file that does not exist. Throws what making its tensors threw, too.
     StageModel(StageLayers layers, VirtualFile &file, ModelOptions options);
     ~StageModel();

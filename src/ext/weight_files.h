@@ -22,6 +22,7 @@ struct Extent {
 class WeightFiles {
   public:
     using Progress = std::function<bool(float)>; // 0..1; returns false to stop
+    using Check = std::function<bool()>;         // returns false where the files must not be used
 
     // Opens the files. Throws std::runtime_error naming the file.
     WeightFiles(std::vector<Extent> extents, std::vector<std::string> paths);

@@ -221,7 +221,7 @@ def _identity(folder: Path, manifest: Manifest) -> str:
         opened, problems = parts.open_checked((0,))
         if problems:
             raise package_error(folder, problems)
-        return describe(folder, manifest, parts, parts.shared_header(opened[0])).sampled_identity()
+        return describe(folder, manifest, parts.shared_header(opened[0])).sampled_identity()
 
 
 def _check_own(folder: Path, jobs: Sequence[_Job]) -> None:

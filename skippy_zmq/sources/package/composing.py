@@ -47,7 +47,7 @@ def compose(
         if copied > free:
             raise OptionError(f"{output}: wanted {copied} bytes of space, {free} are free there")
         begin(copied)
-        with package.opened(package.used_parts(wanted)) as (_, parts), partial.open("wb") as file:
+        with package.opened(package.used_parts(wanted)) as parts, partial.open("wb") as file:
             file.write(layout.header)
             for tensor, index, offset in zip(package.tensors, package.manifest.part_of, layout.offsets, strict=True):
                 if not owns(tensor.name):

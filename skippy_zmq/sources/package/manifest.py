@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -88,7 +89,7 @@ class _Heading(BaseModel):
     quantization: QuantizationFacts | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Manifest:
     """``parts``: those of the model in the order of their split numbers, then the projectors.
 
@@ -113,12 +114,23 @@ class Manifest:
     def projectors(self) -> tuple[Part, ...]:
         return tuple(part for part in self.parts if part.kind == PROJECTOR)
 
-    def tensors_by_part(self) -> list[list[TensorEntry]]:
+    @functools.cached_property
+    def tensors_by_part(self) -> tuple[tuple[TensorEntry, ...], ...]:
         """The tensors of each model part, in order."""
         result: list[list[TensorEntry]] = [[] for _ in self.model_parts]
         for tensor, index in zip(self.tensors, self.part_of, strict=True):
             result[index].append(tensor)
-        return result
+        return tuple(map(tuple, result))
+
+    @functools.cached_property
+    def layouts(self) -> dict[int, Layout]:
+        """The file of every model part but the shared one, by the part's index."""
+        n_parts, n_tensors = len(self.model_parts), len(self.tensors)
+        return {
+            index: part_layout(index, n_parts, n_tensors, own)
+            for index, own in enumerate(self.tensors_by_part)
+            if index
+        }
 
     def text(self) -> str:
         """The JSON document, one part and one tensor per line."""
@@ -291,14 +303,15 @@ def _complete(draft: Draft, heading: _Heading, tensors: list[TensorEntry], paths
         tuple(part_indices),
         heading.quantization,
     )
-    n_parts = len(index_of)
-    for index, (part, own) in enumerate(zip(manifest.model_parts, manifest.tensors_by_part(), strict=True)):
+    for part, own in zip(manifest.model_parts, manifest.tensors_by_part, strict=True):
         if part.tensor_count != len(own):
             draft.problems.append(f"{part.path}: tensor_count is {part.tensor_count}, but {len(own)} tensors are in it")
-        if index:
-            size = part_layout(index, n_parts, len(tensors), own).size
-            if part.size != size:
-                draft.problems.append(f"{part.path}: size is {part.size}, but its tensors make a file of {size} bytes")
+    for index, layout in manifest.layouts.items():
+        part = parts[index]
+        if part.size != layout.size:
+            draft.problems.append(
+                f"{part.path}: size is {part.size}, but its tensors make a file of {layout.size} bytes"
+            )
     if not draft.problems:
         draft.manifest = manifest
 

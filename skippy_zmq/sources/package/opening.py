@@ -50,45 +50,55 @@ class PackageModel(GgufModel):
     def stage_files(
         self, layers: LayerRange, progress: Callable[[float], object] | None = None
     ) -> Iterator[StageFiles]:
-        """The stage's parts, checked by size, SHA-256 and header, and stand-ins for all others.
+        """The stage's parts, checked by size and header, and stand-ins for all others.
 
-        What is checked is what is opened: llama.cpp gets the open files themselves. Raises ModelFileError with all that
-        is wrong with them, also where one is written before the context ends.
+        Their SHA-256 is computed while llama.cpp reads headers and vocabulary; ``check`` waits for it. What is checked
+        is what is opened: llama.cpp gets the open files themselves. Raises ModelFileError with all that is wrong with
+        them, also where one is written before the context ends.
         """
         used = self.used_parts(layers)
         owns = self.ownership(layers).owns
         _allow_descriptors(len(self.files) * _DESCRIPTORS_PER_PART + _OTHER_DESCRIPTORS)
-        with self.opened(used, progress) as (parts, own):
-            absent = {index: parts.layout(index) for index in range(len(self.files)) if index not in own}
-            with stand_ins(absent) as others:
-                descriptors = own | others
-                yield StageFiles(
-                    paths=tuple(f"/proc/self/fd/{descriptors[index]}" for index in range(len(self.files))),
-                    names=tuple(map(str, self.files)),
-                    own_bytes=sum(tensor.nbytes for tensor in self.tensors if owns(tensor.name)),
-                )
-            if changed := parts.changed():
-                raise ModelFileError(f"{self.path}: {', '.join(changed)} changed while the stage was loading")
+        with contextlib.ExitStack() as stack:
+            parts = stack.enter_context(PackageParts(self.path, self.manifest))
+            own, problems = parts.open(used)
+            absent = {index: layout for index, layout in self.manifest.layouts.items() if index not in used}
+            descriptors = own | stack.enter_context(stand_ins(absent))
+            checks = stack.enter_context(parts.hash_checks(own))
+            total = max(1, sum(self.manifest.parts[index].size for index in own))
+            done = 0
+
+            def report(n_bytes: int) -> None:
+                nonlocal done
+                done += n_bytes
+                if progress is not None:
+                    progress(done / total)
+
+            def check() -> None:
+                wrong = [*problems, *checks.wait(report).values()]
+                if changed := parts.changed():
+                    raise ModelFileError(f"{self.path}: {', '.join(changed)} changed while the stage was loading")
+                if wrong:
+                    raise package_error(self.path, wrong)
+
+            if problems:
+                check()
+            yield StageFiles(
+                paths=tuple(f"/proc/self/fd/{descriptors[index]}" for index in range(len(self.files))),
+                names=tuple(map(str, self.files)),
+                own_bytes=sum(tensor.nbytes for tensor in self.tensors if owns(tensor.name)),
+                check=check,
+            )
+            check()
 
     @contextlib.contextmanager
-    def opened(
-        self, indices: tuple[int, ...], progress: Callable[[float], object] | None = None
-    ) -> Iterator[tuple[PackageParts, dict[int, int]]]:
-        """These parts open and checked, by index; raise ModelFileError with all that is wrong with them."""
-        total = max(1, sum(self.manifest.parts[index].size for index in indices))
-        done = 0
-
-        def report(n_bytes: int) -> None:
-            nonlocal done
-            done += n_bytes
-            if progress is not None:
-                progress(done / total)
-
+    def opened(self, indices: tuple[int, ...]) -> Iterator[dict[int, int]]:
+        """Descriptors of these parts, checked, by index; raise ModelFileError with all that is wrong with them."""
         with PackageParts(self.path, self.manifest) as parts:
-            descriptors, problems = parts.open_checked(indices, report)
+            descriptors, problems = parts.open_checked(indices)
             if problems:
                 raise package_error(self.path, problems)
-            yield parts, descriptors
+            yield descriptors
 
     def projector_file(self, projector: Projector) -> Path:
         """The path of a projector's file once its size and SHA-256 have been checked; raise ModelFileError."""
@@ -109,15 +119,14 @@ def open_package(path: Path) -> PackageModel:
         opened, problems = parts.open_checked((0,))
         if problems:
             raise package_error(folder, problems)
-        return describe(folder, manifest, parts, parts.shared_header(opened[0]))
+        return describe(folder, manifest, parts.shared_header(opened[0]))
 
 
-def describe(folder: Path, manifest: Manifest, parts: PackageParts, header: GgufHeader) -> PackageModel:
+def describe(folder: Path, manifest: Manifest, header: GgufHeader) -> PackageModel:
     """The model of a manifest and the metadata of its shared part; raise ModelFileError where they disagree."""
-    n_parts = len(manifest.model_parts)
     files = tuple(folder / part.path for part in manifest.model_parts)
-    offsets = [iter(parts.layout(index).offsets) for index in range(1, n_parts)]
-    offsets.insert(0, iter([tensor.offset for tensor in header.tensors]))
+    offsets = {index: iter(layout.offsets) for index, layout in manifest.layouts.items()}
+    offsets[0] = iter([tensor.offset for tensor in header.tensors])
     tensors = tuple(
         TensorInfo(tensor.name, tensor.type, tensor.shape, next(offsets[index]), tensor.nbytes, files[index])
         for tensor, index in zip(manifest.tensors, manifest.part_of, strict=True)

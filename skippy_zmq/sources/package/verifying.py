@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from skippy_zmq.errors import ModelFileError, SkippyError
-from skippy_zmq.sources.package.hashes import sha256_of
+from skippy_zmq.sources.package.hash_checks import hash_problem
 from skippy_zmq.sources.package.manifest import MANIFEST_NAME, Manifest, Part
 from skippy_zmq.sources.package.opening import describe
 from skippy_zmq.sources.package.part_paths import open_inside
@@ -51,10 +51,8 @@ def _file_problems(folder: Path, part: Part, progress: Callable[[int], object]) 
         size = os.fstat(descriptor).st_size
         if size != part.size:
             return [f"{part.path}: wanted {part.size} bytes, has {size}"]
-        digest = sha256_of(descriptor, remember=False, progress=progress)
-        return [] if digest == part.sha256 else [f"{part.path}: wanted sha256 {part.sha256}, has {digest}"]
-    except ModelFileError as error:
-        return [f"{part.path}: {error}"]
+        wrong = hash_problem(descriptor, part, remember=False, progress=progress)
+        return [wrong] if wrong else []
     finally:
         os.close(descriptor)
 
@@ -62,7 +60,7 @@ def _file_problems(folder: Path, part: Part, progress: Callable[[int], object]) 
 def _content_problems(folder: Path, manifest: Manifest, parts: PackageParts, opened: dict[int, int]) -> list[str]:
     problems = []
     if 0 in opened:
-        model = describe(folder, manifest, parts, parts.shared_header(opened[0]))
+        model = describe(folder, manifest, parts.shared_header(opened[0]))
         if all(index in opened for index in range(len(manifest.model_parts))):
             identity = model.sampled_identity()
             if identity != manifest.identity:
