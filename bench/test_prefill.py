@@ -10,7 +10,7 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from bench.comparison import Comparison, alternate
-from bench.engines import Engines, checked, engines
+from bench.engines import UBATCH, Engines, checked, engines
 from bench.workloads import prompts
 
 # name: (prompts, tokens of each, rounds, at least of in process with 2 threads, at least of RPC). Filling and draining
@@ -41,7 +41,7 @@ def test_prefill(
         rounds,
         {
             name: checked(partial(engine.prefill, texts), None if name == "rpc" else expected)
-            for name, engine in running.named("ours", "two_threads", "rpc").items()
+            for name, engine in running.named("ours", "two_threads", "one_thread", "rpc").items()
         },
         warm_rounds=1 if length <= 512 else 0,
     )
@@ -49,6 +49,10 @@ def test_prefill(
     ours, unit = rates["ours"], "tokens/s"
     comparison.at_least(of_process, f"prefill, {case}: in process, 2 threads", ours, rates["two_threads"], unit)
     comparison.at_least(of_rpc, f"prefill, {case}: RPC", ours, rates["rpc"], unit)
+    chunks = count * length // UBATCH
+    bound = 2 * rates["one_thread"] * chunks / (chunks + 1)
+    comparison.figure(f"prefill, {case}: bound of two stages", bound, unit)
+    comparison.figure(f"prefill, {case}: share of the bound", ours / bound, "ratio")
 
 
 def test_a_long_prompt_goes_on_as_in_process(running: Engines, smollm2: Path) -> None:
