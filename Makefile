@@ -19,7 +19,7 @@ help:
 	@echo "make isolation    random mixes of sessions against each alone, bit for bit (ROUNDS=50, takes long)"
 	@echo "make recovery     stages killed at random moments under eight streams (ROUNDS=50, takes long)"
 	@echo "make lint         format, types, imports"
-	@echo "make bench        benchmarks against llama.cpp, about 20 minutes (compiles llama.cpp once more, with RPC)"
+	@echo "make bench        benchmarks against llama.cpp, about 30 minutes (compiles llama.cpp once more, with RPC)"
 	@echo "make certify MODELS=DIR   prove architectures exact, write docs/architectures.md"
 
 $(VENV)/.python:

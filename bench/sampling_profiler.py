@@ -11,12 +11,13 @@ from pathlib import Path
 SAMPLES_PER_SECOND = 250
 # Innermost Python frames whose time is that of llama.cpp: running the layers, and choosing a token.
 NATIVE = ("StageModel.run", "SessionSampler.sample")
+WAITING = ";Loop._poll "  # anywhere in a stack: a pinned stage asks its sockets again and again instead of sleeping
 _PATIENCE = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """``leaves``: samples by innermost function, with its file and line; what waits for messages is not sampled."""
+    """``leaves``: samples by innermost function, with its file and line; what waits for messages is left out."""
 
     leaves: Counter[str]
 
@@ -47,5 +48,6 @@ class Recording:
         leaves: Counter[str] = Counter()
         for line in self._output.read_text(encoding="utf-8").splitlines():
             stack, _, count = line.rpartition(" ")
-            leaves[stack.rpartition(";")[2]] += int(count)
+            if WAITING not in stack:
+                leaves[stack.rpartition(";")[2]] += int(count)
         return Profile(leaves)
