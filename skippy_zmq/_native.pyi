@@ -21,7 +21,7 @@ def devices() -> list[tuple[str, str]]:
     """(name, description) of every device that llama.cpp sees."""
 
 class StageModel:
-    def __init__(self, layers: tuple[int, int, int, int], extents: Sequence[tuple[str, int, int, int, int]], files: Sequence[str], progress: object | None, check: object | None, *, devices: Sequence[str], n_gpu_layers: int, main_gpu: int, split_mode: str, tensor_split: Sequence[float], mmap: bool, mlock: bool, direct_io: bool, repack: bool, check_tensors: bool, no_host_buffer: bool) -> None:
+    def __init__(self, layers: tuple[int, int, int, int], extents: Sequence[tuple[str, int, int, int, int]], files: Sequence[str], progress: object | None, check: object | None = None, *, devices: Sequence[str], n_gpu_layers: int, main_gpu: int, split_mode: str, tensor_split: Sequence[float], mmap: bool, mlock: bool, direct_io: bool, repack: bool, check_tensors: bool, no_host_buffer: bool) -> None:
         """
         Open layers (start, end, layers run, blocks stored) of a GGUF file or of its shards, whose tensors are given as (name, type, bytes, file index, offset). check: called before the first weight is read.
         """

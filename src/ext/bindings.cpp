@@ -164,9 +164,9 @@ void bind_model(nb::module_ &m) {
                            {std::move(devices), n_gpu_layers, main_gpu, std::move(split_mode), std::move(tensor_split),
                             mmap, mlock, direct_io, repack, check_tensors, no_host_buffer});
             },
-            "layers"_a, "extents"_a, "files"_a, "progress"_a.none(), "check"_a.none(), nb::kw_only(), "devices"_a,
-            "n_gpu_layers"_a, "main_gpu"_a, "split_mode"_a, "tensor_split"_a, "mmap"_a, "mlock"_a, "direct_io"_a,
-            "repack"_a, "check_tensors"_a, "no_host_buffer"_a,
+            "layers"_a, "extents"_a, "files"_a, "progress"_a.none(), "check"_a.none() = nb::none(), nb::kw_only(),
+            "devices"_a, "n_gpu_layers"_a, "main_gpu"_a, "split_mode"_a, "tensor_split"_a, "mmap"_a, "mlock"_a,
+            "direct_io"_a, "repack"_a, "check_tensors"_a, "no_host_buffer"_a,
             "Open layers (start, end, layers run, blocks stored) of a GGUF file or of its shards, whose tensors are "
             "given as "
             "(name, type, bytes, file index, offset). check: called before the first weight is read.")
