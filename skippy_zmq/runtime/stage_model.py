@@ -115,9 +115,8 @@ class StageModel:
                 progress(done / 2)
 
         def loading(done: float) -> None:
-            if progress is not None and (
-                files.check is None or loading_from
-            ):  # what is still to be checked comes first
+            to_be_checked = files.check is not None and not loading_from  # which comes first
+            if progress is not None and not to_be_checked:
                 progress(loading_from + done * (1 - loading_from))
 
         report = loading if progress is not None else None
