@@ -17,12 +17,13 @@ from threading import Lock
 
 from skippy_zmq.errors import OptionError
 from skippy_zmq.testing.shaping import MAX_PIECE_BYTES, Wire
+from skippy_zmq.testing.stamped import ask_for_stamps, receive
 
 # Closing with this drops what the kernel still holds, as a broken line does.
 _ABORT = struct.pack("ii", 1, 0)
 
 # A kernel wakes a sleeper about so late; the rest of the time is spent awake.
-_EARLY = 150e-6
+_EARLY = 200e-6
 
 Dial = Callable[[], socket.socket]
 
@@ -30,7 +31,7 @@ Dial = Callable[[], socket.socket]
 class Flow:
     """One direction of a connection. ``None`` in the queue is the end of the stream, which travels like bytes."""
 
-    __slots__ = ("blocked", "ended", "n_bytes", "over", "queue", "sink", "source", "wire")
+    __slots__ = ("blocked", "ended", "held_until", "n_bytes", "over", "queue", "sink", "source", "wire")
 
     def __init__(self, source: socket.socket, sink: socket.socket, wire: Wire) -> None:
         self.source = source
@@ -38,6 +39,7 @@ class Flow:
         self.wire = wire
         self.queue: deque[tuple[float, bytes | memoryview | None]] = deque()
         self.n_bytes = 0
+        self.held_until = -math.inf  # what waited at the source had no way in before
         self.blocked = False  # the sink takes no more for now
         self.ended = False  # the source has said all
         self.over = False  # the sink has been told so, or is gone
@@ -54,22 +56,24 @@ class Flow:
         """Take what the source has, and say when it comes out."""
         room = self.wire.shape.in_flight_bytes - self.n_bytes
         try:
-            n = self.source.recv_into(scratch[:room])
+            n, came = receive(self.source, scratch[:room])
         except BlockingIOError:
             return
         except OSError:  # a lost peer: what it had sent still arrives
-            n = 0
-        now = time.monotonic()
+            n, came = 0, time.monotonic()
+        entered = max(came, self.held_until)
         if n == 0:
             self.ended = True
-            self.queue.append((self.wire.arrival(now, 0), None))
+            self.queue.append((self.wire.arrival(entered, 0), None))
             return
         self.n_bytes += n
         for piece in self.wire.pieces(bytes(scratch[:n])):
-            self.queue.append((self.wire.arrival(now, len(piece)), piece))
+            self.queue.append((self.wire.arrival(entered, len(piece)), piece))
 
     def deliver(self, now: float) -> None:
         """Hand on what is due by ``now``."""
+        if not self.wants_bytes:
+            self.held_until = now
         while self.queue and not self.blocked and self.queue[0][0] <= now:
             due, data = self.queue[0]
             try:
@@ -173,6 +177,9 @@ class Pump:
 
     def resume(self) -> int:
         self.paused = False
+        for connection in self.connections:
+            for flow in connection.flows:
+                flow.held_until = time.monotonic()
         return len(self.connections)
 
     def cut(self) -> int:
@@ -218,11 +225,7 @@ class Pump:
         self._run_calls()
         if self.paused:
             return
-        now = time.monotonic()
         for connection in self.connections:
-            if connection.established:
-                for flow in connection.flows:
-                    flow.deliver(now)
             if connection.over:
                 self._close(connection)
             else:
@@ -230,16 +233,28 @@ class Pump:
         self.connections = [c for c in self.connections if not c.over]
 
     def _wait(self) -> None:
-        """Until a socket, a call or a time of arrival is there."""
+        """Until a socket or a call is there, or something has come out."""
         if self.paused:
             select.select([self._wake_read], [], [])
             return
         next_at = min((flow.next_at for c in self.connections if c.established for flow in c.flows), default=math.inf)
-        while (left := next_at - time.monotonic()) > 0:
+        while True:
+            # Also before it is due: so it is in the caches when it is.
+            self._deliver()
+            left = next_at - time.monotonic()
+            if left <= 0:
+                return
             # select, since epoll counts whole milliseconds.
             ready, _, _ = select.select([self._selector], [], [], None if left == math.inf else max(0.0, left - _EARLY))
             if ready:
                 return
+
+    def _deliver(self) -> None:
+        now = time.monotonic()
+        for connection in self.connections:
+            if connection.established:
+                for flow in connection.flows:
+                    flow.deliver(now)
 
     def _run_calls(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -266,6 +281,8 @@ class Pump:
             near.setblocking(False)
             if near.family != socket.AF_UNIX:
                 near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            ask_for_stamps(near)
+            ask_for_stamps(far)
             connection = Connection(near, far, self._forward, self._back)
             self.connections.append(connection)
             self._watch(connection)
