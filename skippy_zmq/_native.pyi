@@ -116,6 +116,14 @@ class StageContext:
     def forget_trials(self) -> None:
         """Empty every lane and leave no trace of trials."""
 
+    def warm(self, limit: int, n_bytes: int) -> None:
+        """
+        Load the next n_bytes of the first limit bytes of the weights into the processor's cache.
+        """
+
+    @property
+    def warmable_bytes(self) -> int: ...
+
     @property
     def kv_refusal(self) -> str: ...
 

@@ -77,13 +77,17 @@ def tiny(
     add_bos: bool | None = None,
     quant: str | None = None,
     experts: int = 0,
+    unused: int = 0,
 ) -> Path:
     """A Llama-type model of random weights, float32 or as ``quant`` ("bf16", "q8_0", "q4_0" ...); 300 tokens.
+
+    ``unused``: so many more, which no text contains.
 
     The same ``seed`` gives the same weights. ``tied``: without an output matrix of its own. ``experts``: of each layer,
     two of which a token asks.
     """
     merged = [(merge.replace(" ", ""), gguf.TokenType.NORMAL) for merge in _MERGES]
+    merged += [(f"<unused{index}>", gguf.TokenType.UNUSED) for index in range(unused)]
     n_vocab = FIRST_BYTE_TOKEN + 256 + len(merged)
     random = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, "llama")

@@ -125,6 +125,7 @@ class Asker:
         self._numbers = itertools.count()
         self.answers: dict[str, Answer] = {}
         self.order: list[str] = []  # requests as they were accepted
+        self.n_together = 0  # messages with tokens of more than one request
 
     def ask(self, token_ids: Sequence[int] = (), *, request: str = "", max_tokens: int = 8, **fields: Any) -> str:
         """Send a request; its id."""
@@ -169,6 +170,10 @@ class Asker:
             self.answers[message.request].prompt = message.prompt_token_ids
             self.answers[message.request].accepted = True
             self.order.append(message.request)
+        elif isinstance(message, wire.TokensEach):
+            self.n_together += 1
+            for each in message.tokens:
+                self._take(wire.Tokens(each.request, each.index, (each.token,), each.text))
         elif isinstance(message, wire.Tokens):
             answer = self.answers[message.request]
             assert not answer.finish_reason, (message, answer)

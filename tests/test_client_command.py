@@ -122,6 +122,7 @@ OPTIONS: dict[str, object] = {
     "queue_seconds": 30,
     "in_flight_mib": 64,
     "busy_poll_ms": 20,
+    "warm_bytes": 1 << 20,
     "kv_cache_bytes": 1 << 20,
     "kv_page_tokens": 128,
     "kv_cache_dir": "pages",

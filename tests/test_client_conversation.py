@@ -21,12 +21,14 @@ from skippy_zmq.wire.messages import (
     Error,
     Generate,
     Hello,
+    NextToken,
     Ready,
     Stats,
     StatsReply,
     Tokenize,
     Tokenized,
     Tokens,
+    TokensEach,
     Welcome,
 )
 
@@ -102,6 +104,18 @@ def test_an_answer_without_tokens_has_no_rates(driver: Driver) -> None:
     assert (finished.generation.text, finished.generation.finish_reason) == ("", "stop")
     assert finished.generation.timings.prefill_tokens_per_s is None
     assert finished.generation.timings.decode_tokens_per_s is None
+
+
+def test_tokens_of_several_requests_in_one_message(driver: Driver) -> None:
+    driver.asked().conversation.submit("r2", dataclasses.replace(ASK, request="r2"), 1.0)
+    driver.hear(FIRST, Accepted("r2", (5,)), Accepted("r1", (5,)))
+    driver.hear(LAST, TokensEach((NextToken("r2", 0, 1, "x"), NextToken("r9", 0, 1, "?"), NextToken("r1", 0, 2, "y"))))
+    assert driver.events() == [("r2", Chunk("x", (1,))), ("r1", Chunk("y", (2,)))]
+    driver.hear(LAST, TokensEach((NextToken("r2", 2, 1, "x"), NextToken("r1", 1, 3, "z"))))  # a gap in one of them
+    (failed, error), went_on = driver.events()
+    assert failed == "r2"
+    assert isinstance(error, ProtocolError)
+    assert went_on == ("r1", Chunk("z", (3,)))
 
 
 @pytest.mark.parametrize("index", [0, 2, 7])

@@ -84,6 +84,8 @@ def test_a_refused_client_loses_nothing_that_it_has(
     asker, other = Asker(transport, pipeline.endpoint), Asker(transport, pipeline.endpoint)
     held = _holding(asker)
     waiting = other.ask((5,), max_tokens=_N_GOOD)
+    # Of two connections either may be read first: the place is taken before anybody else asks for it.
+    StageWatch(transport, pipeline).until(lambda counters: counters["now.requests_queued"] == 1)
     for who in (asker, other, asker):
         _busy(who.run((5,)))
     asker.cancel(held)

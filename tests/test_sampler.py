@@ -31,6 +31,11 @@ def model(path: Path) -> _native.StageModel:
 
 
 @pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> _native.StageModel:
+    return open_native(tiny(tmp_path_factory.mktemp("wide") / "wide.gguf", n_layers=1, unused=10_001))
+
+
+@pytest.fixture(scope="module")
 def reference(path: Path) -> Iterator[Reference]:
     with Reference(path) as reference:
         yield reference
@@ -55,10 +60,44 @@ def test_greedy_takes_the_first_of_the_most_likely(model: _native.StageModel) ->
     assert sampler.sample_logits(peaked(model)) == 0
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_greedy_is_where_the_first_highest_logit_is(seed: int, wide_model: _native.StageModel) -> None:
+    """Wherever that is among very many, banned ones and equals included; NumPy is the oracle."""
+    random = np.random.default_rng(seed)
+    logits = random.integers(-40, 40, wide_model.n_vocab).astype(np.float32)
+    logits[random.random(wide_model.n_vocab) < 0.3] = -math.inf
+    if seed % 2:
+        logits[random.integers(wide_model.n_vocab)] = 41.0
+    if seed % 3 == 0:
+        logits -= 1000.0
+    assert _native.Sampler(wide_model, seed=0).sample_logits(logits) == int(logits.argmax())
+
+
 def test_logit_bias(model: _native.StageModel) -> None:
     sampler = _native.Sampler(model, logit_bias=[(40, -math.inf), (50, 5.0), (50, 1.0)], seed=0)
     assert sampler.sample_logits(peaked(model, t40=9.0, t60=5.5)) == 50
     assert sampler.sample_logits(peaked(model, t40=9.0, t60=6.5)) == 60
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_biases_anywhere_among_very_many(seed: int, wide_model: _native.StageModel) -> None:
+    """NumPy is the oracle, as above; every second time one of the biased tokens comes out on top."""
+    random = np.random.default_rng(seed)
+    n_vocab = wide_model.n_vocab
+    logits = random.integers(-40, 40, n_vocab).astype(np.float32)
+    bias = [(int(token), float(random.integers(-9, 9))) for token in random.integers(n_vocab, size=50)]
+    bias += [(int(token), -math.inf) for token in np.flatnonzero(logits == 39)]
+    bias += [(int(random.integers(n_vocab)), 60.0)] * (seed % 2)
+    sampler = _native.Sampler(wide_model, logit_bias=bias, seed=0)
+    biased = logits.copy()
+    for token, more in bias:
+        biased[token] += np.float32(more)
+    before = logits.copy()
+    assert sampler.sample_logits(logits) == int(biased.argmax())
+    assert np.array_equal(logits, before)
+    logits[n_vocab - 2] = math.nan
+    with pytest.raises(RuntimeError, match=f"nan as the logit of token {n_vocab - 2}"):
+        sampler.sample_logits(logits)
 
 
 def test_ignore_eos_bans_every_token_that_ends_a_text(model: _native.StageModel) -> None:

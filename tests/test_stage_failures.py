@@ -249,8 +249,8 @@ def test_a_broken_batch_of_several_sessions(first: FirstStage, model: Parrot) ->
     first.send(message, [payloads[0], bytes(len(payloads[1]))])
     first.done()  # two micro-batches, one of nothing but zeros: numbers like any other
     broken, _ = first.batch([("a", 0, 4, 1), ("c", 2, 4, 1)], model.token_ids[1:2] * 2)
-    first.client.until(wire.Tokens)
-    first.client.until(wire.Tokens)
+    both = first.client.until(wire.TokensEach)
+    assert [token.request for token in both.tokens] == ["request-a", "request-c"]
     first.send(dataclasses.replace(broken, tensors=()))
     assert [failed[0] for failed in first.done().failed] == ["a", "c"]
     errors = [first.told(), first.told()]

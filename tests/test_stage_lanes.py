@@ -63,6 +63,15 @@ def test_one_after_another_on_one_lane(asker: Asker, prompts: list[tuple[int, ..
         assert asker.tokens(prompt, max_tokens=_N_TOKENS) == wanted
 
 
+def test_tokens_of_one_step_come_together(asker: Asker, prompts: list[tuple[int, ...]], alone: list[list[int]]) -> None:
+    """Of a client's three requests two at least are in one group."""
+    requests = [asker.ask(prompts[i], max_tokens=100, sampling=_ENDLESS) for i in (0, 1, 2)]
+    answers = [asker.answer(request).token_ids for request in requests]
+    assert [tokens[:_N_TOKENS] for tokens in answers] == alone[:3]
+    assert [len(tokens) for tokens in answers] == [100] * 3
+    assert asker.n_together > 0
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_at_once_as_alone(seed: int, asker: Asker, prompts: list[tuple[int, ...]], alone: list[list[int]]) -> None:
     choose = random.Random(seed)

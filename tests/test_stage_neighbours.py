@@ -69,10 +69,10 @@ def _facts(hello: wire.Hello) -> wire.StageFacts:
 
 _Answer = Callable[[wire.StageFacts], list[bytes | memoryview]]
 _NONSENSE: dict[str, tuple[_Answer, str]] = {
-    "line noise": (lambda _: [b"\xff" * 20, b"x"], "message of generation 255: this side speaks generation 3"),
+    "line noise": (lambda _: [b"\xff" * 20, b"x"], "message of generation 255: this side speaks generation 4"),
     "another generation": (
-        lambda _: encode(wire.Error("generation_mismatch", "message of generation 1: this side speaks generation 3")),
-        "the next stage refused this one: message of generation 1: this side speaks generation 3",
+        lambda _: encode(wire.Error("generation_mismatch", "message of generation 1: this side speaks generation 4")),
+        "the next stage refused this one: message of generation 1: this side speaks generation 4",
     ),
     "a message out of place": (lambda _: encode(wire.Pong(1, True)), "Pong from the next stage"),
     "a stage of other layers": (

@@ -71,6 +71,7 @@ SETTINGS: dict[str, tuple[list[str], Any, Any]] = {
     "queue_seconds": (["--queue-seconds", "30"], 30, 30),
     "in_flight_mib": (["--in-flight-mib", "64"], 64, 64),
     "busy_poll_ms": (["--busy-poll-ms", "20"], 20, 20),
+    "warm_bytes": (["--warm-bytes", "64M"], "64 MiB", 64 << 20),
     "kv_cache_bytes": (["--kv-cache-bytes", "2G"], "2 GiB", 2 << 30),
     "kv_page_tokens": (["--kv-page-tokens", "128"], 128, 128),
     "kv_cache_dir": (["--kv-cache-dir", "pages"], "pages", "pages"),

@@ -45,6 +45,29 @@ def test_busy_polling_sees_what_comes_and_ends_with_the_wait(transport: Transpor
     assert server.receive() is None
 
 
+def test_what_is_done_meanwhile(leak_check: None) -> None:
+    """Between two looks of busy polling, and never else."""
+    done: list[int] = []
+
+    def meanwhile() -> None:
+        done.append(1)
+        if len(done) == 3:
+            os.write(write, b"x")
+
+    with Loop() as loop:
+        read, write = os.pipe()
+        loop.add(read)
+        assert loop.wait(0.001, 0.0, meanwhile) == []
+        assert loop.wait(0, PATIENCE, meanwhile) == []
+        assert done == []
+        while len(done) < 3:  # on a busy core, polling ends early
+            loop.wait(0.01, PATIENCE, meanwhile)
+        assert loop.wait(PATIENCE, PATIENCE, meanwhile) == [read]
+        assert len(done) == 3
+        os.close(read)
+        os.close(write)
+
+
 def test_wake_from_another_thread(leak_check: None) -> None:
     with Loop() as loop:
         waker = threading.Thread(target=loop.wake)
@@ -188,3 +211,45 @@ def test_close_is_idempotent(leak_check: None, n_closes: int) -> None:
     loop = Loop()
     for _ in range(n_closes):
         loop.close()
+
+
+def test_wake_after_close_touches_no_other_file(leak_check: None) -> None:
+    """The pipe's number may belong to another file by then, which nothing may be written to."""
+    loop = Loop()
+    number = loop.wakeup_fd
+    loop.close()
+    read, write = os.pipe()
+    try:
+        os.set_blocking(read, False)
+        if write != number:
+            os.dup2(write, number)
+        loop.wake()
+        with pytest.raises(BlockingIOError):
+            os.read(read, 1)
+    finally:
+        for fd in {read, write, number}:
+            os.close(fd)
+
+
+def test_wakes_that_meet_close(leak_check: None) -> None:
+    """Another thread wakes a loop until the moment at which it is closed, and after."""
+    errors: list[BaseException] = []
+    for _ in range(200):
+        loop = Loop()
+        started = threading.Event()
+
+        def wake(loop: Loop = loop, started: threading.Event = started) -> None:
+            try:
+                for count in range(300):
+                    loop.wake()
+                    if count == 20:
+                        started.set()
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=wake)
+        thread.start()
+        assert started.wait(PATIENCE)
+        loop.close()
+        thread.join(PATIENCE)
+    assert not errors

@@ -34,6 +34,7 @@ from skippy_zmq.wire.messages import (
     KvPages,
     KvSession,
     KvSessionReply,
+    NextToken,
     Ping,
     Pong,
     Ready,
@@ -50,6 +51,7 @@ from skippy_zmq.wire.messages import (
     Tokenize,
     Tokenized,
     Tokens,
+    TokensEach,
     Welcome,
 )
 
@@ -139,6 +141,7 @@ EXAMPLES: dict[Kind, Any] = {
         {"prefill": 12_000, "decode": 90_000},
         (TensorDescriptor("logits", 0, 0, "f32", (4,), 16),),
     ),
+    Kind.TOKENS_EACH: TokensEach((NextToken("r-1", 3, 17, " lama"), NextToken("r-2", 0, 49151, ""))),
     Kind.RESUME: Resume("r-1", 17),
     Kind.KEPT: Kept("r-1", "5e" * 32, 130),
     Kind.ACTIVATIONS: BATCH,
@@ -395,6 +398,12 @@ SIMPLE: dict[Kind, st.SearchStrategy[Any]] = {
         texts(0, limits.MAX_TEXT_BYTES),
         FINISH,
         st.dictionaries(NAMES, COUNTS, max_size=5),
+    ),
+    Kind.TOKENS_EACH: st.builds(
+        TokensEach,
+        st.lists(
+            st.builds(NextToken, NAMES, COUNTS, TOKEN_ID, texts(0, limits.MAX_TEXT_BYTES)), min_size=2, max_size=4
+        ).map(tuple),
     ),
     Kind.RESUME: st.builds(Resume, NAMES, POSITIONS),
     Kind.KEPT: st.builds(Kept, NAMES, texts(0, limits.MAX_NAME_BYTES), st.integers(0, limits.MAX_PROMPT_TOKENS)),

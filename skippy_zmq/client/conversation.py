@@ -49,6 +49,7 @@ from skippy_zmq.wire.messages import (
     Tokenize,
     Tokenized,
     Tokens,
+    TokensEach,
     Welcome,
 )
 
@@ -225,6 +226,9 @@ class Conversation:
                 self._accepted(message, now)
             case Tokens():
                 self._tokens(message, now, payloads)
+            case TokensEach():
+                for each in message.tokens:
+                    self._tokens(Tokens(each.request, each.index, (each.token,), each.text), now, ())
             case Kept():
                 self._kept(message)
             case Tokenized() | Detokenized() | StatsReply() | KvImported() | KvSessionReply():

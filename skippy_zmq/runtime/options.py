@@ -17,13 +17,14 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from skippy_zmq.errors import OptionError
+from skippy_zmq.runtime.cpu_cache import last_level_share
 from skippy_zmq.runtime.recipes import PRESERVE, recipe_named
 from skippy_zmq.wire.limits import MAX_BATCH_ROWS, MAX_LANES
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
 CACHE_TYPES: tuple[str, ...] = get_args(CacheType)
 
-_OWN_CORES_BUSY_POLL_SECONDS = 0.05
+_OWN_CORES_BUSY_POLL_SECONDS = 0.25  # a round of a ring across a continent
 
 
 def available_cores() -> int:
@@ -147,11 +148,19 @@ class StageOptions(BaseModel):
         None,
         ge=0,
         le=1000,
-        description="while sessions run, keep the core awake this long waiting for the next batch (default: 50 where "
+        description="while sessions run, keep the core awake this long waiting for the next batch (default: 250 where "
         "the stage is pinned to a core per thread, else 0)",
     )
 
-    @field_validator("kv_cache_bytes", "weights_cache_bytes", mode="before")
+    warm_bytes: int | None = Field(
+        None,
+        ge=0,
+        le=1 << 50,
+        description="weights to keep in the processor's cache while --busy-poll-ms keeps the core awake (default: the "
+        "share of the cache that falls to the stage's cores)",
+    )
+
+    @field_validator("kv_cache_bytes", "weights_cache_bytes", "warm_bytes", mode="before")
     @classmethod
     def _bytes(cls, value: object) -> object:
         if isinstance(value, str) and (match := re.fullmatch(r"(\d{1,15})\s*([KMGT]?)(?:i?B)?", value.strip(), re.I)):
@@ -214,6 +223,13 @@ class StageOptions(BaseModel):
         if self.busy_poll_ms is not None:
             return self.busy_poll_ms / 1000
         return _OWN_CORES_BUSY_POLL_SECONDS if has_own_cores(self.threads) else 0.0
+
+    @property
+    def warm_weights_bytes(self) -> int:
+        """How many bytes of weights a waiting stage keeps in the cache; 0 where it does not poll."""
+        if not self.busy_poll_seconds:
+            return 0
+        return last_level_share(os.sched_getaffinity(0)) if self.warm_bytes is None else self.warm_bytes
 
     def _check_chunks(self) -> None:
         if self.chunking == "adaptive" and self.chunk_sizes:
@@ -302,6 +318,7 @@ _METAVARS = {
     "quant": "RECIPE",
     "imatrix": "FILE",
     "kv_cache_bytes": "SIZE",
+    "warm_bytes": "SIZE",
     "kv_cache_dir": "DIR",
     "weights_cache": "DIR",
     "weights_cache_bytes": "SIZE",

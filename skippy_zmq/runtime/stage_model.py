@@ -25,6 +25,8 @@ LaneRows = tuple[int, int, int]  # lane, position, number of rows
 
 LLAMA_CPP_BUILD = f"{_native.LLAMA_CPP_PIN} ({_native.LLAMA_CPP_VERSION})"
 
+_WARM_STEP_BYTES = 128 << 10  # tens of microseconds where they have to come from memory
+
 _FLASH_ATTN = {"on": 1, "off": 0, "auto": -1}
 
 
@@ -90,6 +92,7 @@ class StageModel:
             )
         except RuntimeError as error:
             raise OptionError(f"{source.path}: layers {layers}: {error}") from None
+        self.warm_bytes = min(options.warm_weights_bytes, self.native_context.warmable_bytes)
 
     def _open(self, progress: Callable[[float], object] | None) -> _native.StageModel:
         """From the source's files, or from what it makes while it loads."""
@@ -214,6 +217,10 @@ class StageModel:
     def import_kv(self, lane: int, payloads: Sequence[kv_pages.Buffer], n_tokens: Sequence[int]) -> None:
         """Let ``lane`` hold the tokens of these pages and nothing else; empty it and raise KvPageError if it cannot."""
         kv_pages.import_kv(self.native_context, lane, payloads, n_tokens)
+
+    def warm(self) -> None:
+        """For a stage that waits: have the processor load some of the ``warm_bytes`` weights into its cache again."""
+        self.native_context.warm(self.warm_bytes, _WARM_STEP_BYTES)
 
     def memory(self) -> Memory:
         return Memory(*self.native_context.memory())

@@ -23,6 +23,7 @@ os.environ.setdefault("GGML_NO_BACKTRACE", "1")
 from skippy_zmq.errors import OptionError, SkippyError
 from skippy_zmq.stage.config import StageConfig, check_role, parse_config
 from skippy_zmq.stage.facts import check_certified, check_reproducible, ready_line, stage_facts
+from skippy_zmq.stage.log_limit import LogLimit
 
 if TYPE_CHECKING:
     from skippy_zmq.transport import Endpoint, Security
@@ -43,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
             stream=sys.stderr,
             format=f"%(asctime)s {config.name} %(levelname)s %(message)s",
         )
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(LogLimit())
         for library in ("httpx", "httpx2"):  # they would log the signed addresses of files
             logging.getLogger(library).setLevel(logging.WARNING)
         with _stop_while_loading():
@@ -93,6 +96,9 @@ def _serve(config: StageConfig) -> None:
         stage_id = routing_id(config.name, boot_nonce())
         with _progress(config) as progress:
             model = StageModel(source, config.layers, config.options, progress=progress)
+        if config.options.warm_bytes and not model.warm_bytes:
+            why = "none of its weights can be kept" if config.options.busy_poll_seconds else "it does not busy-poll"
+            log.warning("--warm-bytes does nothing for this stage: %s (see --busy-poll-ms)", why)
         identity = source.identity()
         rows = stage_row_class(model, identity, config.row_class_seconds)
         log.info("%s", rows)

@@ -161,20 +161,21 @@ class BatchRunner:
             self._fail(wire.BatchFailed(message.batch, sessions, message.opens, error.code, clipped(str(error))))
             return
         compute_us = (time.monotonic_ns() - started) // 1000
-        self._meters.ran(message.phase, n_rows, (started - taken_at) // 1000, compute_us)
         if self._tokens is None:
             self._pass_on(message, leaving, self._times(message.times, compute_us, taken_at))
             self._pages.ran(message, tokens)
-            return
-        sampled, more_failed = self._tokens.take(message.rows, tokens, each_row=message.phase == "replay")
-        times = self._times(message.times, compute_us, taken_at)
-        alone = self._model.is_first  # then a session may be kept while the answer is taken
-        if alone:
-            self._pages.ran(message, tokens)
-        self._answer(wire.BatchDone(message.batch, tuple(sampled), (*failed, *more_failed), times))
-        self._tokens.stream()
-        if not alone:
-            self._pages.ran(message, tokens)
+        else:
+            sampled, more_failed = self._tokens.take(message.rows, tokens, each_row=message.phase == "replay")
+            times = self._times(message.times, compute_us, taken_at)
+            alone = self._model.is_first  # then a session may be kept while the answer is taken
+            if alone:
+                self._pages.ran(message, tokens)
+            self._answer(wire.BatchDone(message.batch, tuple(sampled), (*failed, *more_failed), times))
+            self._tokens.stream()
+            if not alone:
+                self._pages.ran(message, tokens)
+        # Last: others wait for what was sent, nobody for what is noted.
+        self._meters.ran(message.phase, n_rows, (started - taken_at) // 1000, compute_us)
 
     @staticmethod
     def _times(before: wire.BatchTimes, compute_us: int, taken_at: int) -> wire.BatchTimes:

@@ -20,7 +20,7 @@ from skippy_zmq.stage.head import Head
 from skippy_zmq.stage.last import TokenSource
 from skippy_zmq.stage.meters import Meters
 from skippy_zmq.stage.neighbours import Neighbours
-from skippy_zmq.stage.page_requests import exported, imported
+from skippy_zmq.stage.page_requests import UnreadPages, exported, imported
 from skippy_zmq.stage.pages import LanePages
 from skippy_zmq.stage.queue import RingQueue
 from skippy_zmq.stage.texts import detokenized, tokenize
@@ -69,6 +69,7 @@ class Stage:
         if model.is_last:
             self.tokens = TokenSource(model, self.send_to_client)
         self._pages = pages
+        self._unread_pages = UnreadPages()
         self._absences = Absences(model.options.recover_seconds)
         self._batches = BatchRunner(
             model, facts, self.tokens, self.meters, pages, self._neighbours.send_down, self._answer
@@ -134,8 +135,9 @@ class Stage:
         """Serve until stopped. Raises HandshakeError or ProtocolError where a neighbour refuses this stage."""
         self._neighbours.announce()
         busy_poll = self.model.options.busy_poll_seconds
+        meanwhile = self.model.warm if self.model.warm_bytes else None
         while not self._finished():
-            for source in self.loop.wait(self._timeout(), busy_poll if self._batches.sessions else 0.0):
+            for source in self.loop.wait(self._timeout(), busy_poll if self._batches.sessions else 0.0, meanwhile):
                 if isinstance(source, Server):
                     self._drain_server(source)
                 elif isinstance(source, Link):
@@ -269,7 +271,7 @@ class Stage:
             case wire.KvSession() | wire.KvAdopt() if role == "client" and self.head is not None:
                 self._neighbours.send(peer, self.head.requests.session_reply(peer, message))
             case wire.KvExport() if role == "client":
-                self._neighbours.send(peer, *exported(message, self._pages, peer))
+                self._export(peer, message)
             case wire.KvImport() if role == "client":
                 if not self._neighbours.send(peer, imported(message, payloads, self._pages, peer)):
                     self._absences.connection_ended(time.monotonic())  # before this was read, and may have been noted
@@ -285,6 +287,12 @@ class Stage:
                 pass  # that it could be asked was what there was to know
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not for this stage from a peer of role {role!r}")
+
+    def _export(self, client: bytes, asked: wire.KvExport) -> None:
+        self._unread_pages.check(client)
+        pages, payloads = exported(asked, self._pages, client)
+        if (tracker := self._neighbours.send_tracked(client, pages, payloads)) is not None:
+            self._unread_pages.add(client, tracker, sum(payload.nbytes for payload in payloads))
 
     def _why_not_accepting(self) -> SkippyError | None:
         if self._stop_at is not None:

@@ -14,6 +14,7 @@ from skippy_zmq.runtime.stage_model import StageModel, Tokens
 from skippy_zmq.text import TextStream
 from skippy_zmq.wire import messages as wire
 from skippy_zmq.wire.failures import clipped, error_message
+from skippy_zmq.wire.limits import MAX_LANES
 
 # Sends a message and its payloads to a client; False where it cannot be delivered (gone, or it does not read).
 SendToClient = Callable[[bytes, wire.Message, Sequence[memoryview]], bool]
@@ -30,6 +31,15 @@ class _Session:
     first_token_at: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Unsent:
+    """A token that its client does not have yet, and the logits that it was chosen by, where they were asked for."""
+
+    opened: wire.SessionOpen
+    token: wire.NextToken
+    logits: tuple[memoryview, ...]
+
+
 class TokenSource:
     """Samples for every session, streams to its client, and says what goes back to stage 0."""
 
@@ -38,7 +48,7 @@ class TokenSource:
         self._send = send
         self._sessions: dict[str, _Session] = {}
         self._forgotten: dict[str, str] = {}  # ended here, and why; stage 0 is told with their next batch
-        self._unsent: list[tuple[wire.SessionOpen, wire.Tokens, tuple[memoryview, ...]]] = []
+        self._unsent: list[_Unsent] = []
         self.tokens = 0
         self.undelivered = 0
 
@@ -143,20 +153,41 @@ class TokenSource:
             text = delta.text + found.text.finish()
             return self._end(found, position, token, (token,), text, "length", logits)
         if found.generated > opened.received:  # else the client had it before the answer began anew
-            message = wire.Tokens(opened.request, found.generated - 1, (token,), delta.text, tensors=_described(logits))
-            self._unsent.append((opened, message, logits))
+            shown = wire.NextToken(opened.request, found.generated - 1, token, delta.text)
+            self._unsent.append(_Unsent(opened, shown, logits))
         return wire.SampledToken(opened.session, opened.lane, position, token)
 
     def stream(self) -> None:
         """Send clients the tokens of the last ``take``: after stage 0 has them, which needs them for the next step."""
-        for opened, message, logits in self._unsent:
-            if opened.session in self._forgotten:
-                continue
-            if not self._send(opened.client, message, logits):
-                self.undelivered += 1
-                if self._sessions.pop(opened.session, None) is not None:
-                    self._forgotten[opened.session] = "the client is not connected to the last stage, or does not read"
+        together: dict[bytes, list[_Unsent]] = {}
+        for unsent in self._unsent:
+            if unsent.logits:
+                self._stream([unsent])
+            else:
+                together.setdefault(unsent.opened.client, []).append(unsent)
+        for of_client in together.values():
+            for first in range(0, len(of_client), MAX_LANES):
+                self._stream(of_client[first : first + MAX_LANES])
         self._unsent.clear()
+
+    def _stream(self, unsent: Sequence[_Unsent]) -> None:
+        """Send tokens for one client in one message: a message costs both sides more than what is in it."""
+        here = [each for each in unsent if each.opened.session not in self._forgotten]
+        if not here:
+            return
+        message: wire.Tokens | wire.TokensEach
+        if len(here) == 1:
+            token = here[0].token
+            tensors = _described(here[0].logits)
+            message = wire.Tokens(token.request, token.index, (token.token,), token.text, tensors=tensors)
+        else:
+            message = wire.TokensEach(tuple(each.token for each in here))
+        if self._send(here[0].opened.client, message, here[0].logits):
+            return
+        for each in here:
+            self.undelivered += 1
+            if self._sessions.pop(each.opened.session, None) is not None:
+                self._forgotten[each.opened.session] = "the client is not connected to the last stage, or does not read"
 
     def _end(
         self,
@@ -169,7 +200,7 @@ class TokenSource:
         logits: tuple[memoryview, ...],
     ) -> wire.SampledToken:
         del self._sessions[found.opened.session]
-        if any(opened.session == found.opened.session for opened, _, _ in self._unsent):
+        if any(unsent.opened.session == found.opened.session for unsent in self._unsent):
             self.stream()  # in a replay; they come before the end
         if not self._finish(found, shown, text, reason, logits):
             reason = "cancelled"  # which stage 0 tells the client, if it can

@@ -17,7 +17,7 @@ from skippy_zmq.runtime.stage_model import StageModel
 from skippy_zmq.stage.batches import RingAnswer, RingMessage
 from skippy_zmq.stage.handshake import check_crossing, check_neighbours, check_pipeline, check_ring
 from skippy_zmq.stage.meters import Meters
-from skippy_zmq.transport import Link, LinkEvent, LinkEventKind, PeerGone, QueueFull, Server
+from skippy_zmq.transport import Link, LinkEvent, LinkEventKind, PeerGone, QueueFull, SendTracker, Server
 from skippy_zmq.wire import messages as wire
 from skippy_zmq.wire.codec import encode
 from skippy_zmq.wire.failures import exception_of
@@ -138,16 +138,25 @@ class Neighbours:
 
     def send(self, peer: bytes, message: wire.Message, payloads: Sequence[memoryview] = ()) -> bool:
         """Send to one that dialed this stage; False where it is gone, or does not read."""
+        return self._send(peer, message, payloads, track=False) is not None
+
+    def send_tracked(
+        self, peer: bytes, message: wire.Message, payloads: Sequence[memoryview] = ()
+    ) -> SendTracker | None:
+        """The same, with what says when it has left; None where the peer is gone, or does not read."""
+        return self._send(peer, message, payloads, track=True)
+
+    def _send(
+        self, peer: bytes, message: wire.Message, payloads: Sequence[memoryview], *, track: bool
+    ) -> SendTracker | None:
         try:
-            self._server.send(peer, encode(message, payloads))
+            return self._server.send(peer, encode(message, payloads), track=track)
         except PeerGone:
             self._peers.pop(peer, None)
-            return False
         except QueueFull as error:
             log.warning("%s", error)
             self._meters.error("queue_full")
-            return False
-        return True
+        return None
 
     def send_down(self, message: RingMessage, payloads: Sequence[memoryview] = ()) -> None:
         """Send to the next stage; it is lost where it does not take a batch."""

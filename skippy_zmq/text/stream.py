@@ -33,7 +33,8 @@ class TextStream:
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._finder = StopFinder(check_stops(stop))
+        stops = check_stops(stop)
+        self._finder = StopFinder(stops) if stops else None
         self._held = ""
         self._stopped = False
 
@@ -59,6 +60,8 @@ class TextStream:
         return text
 
     def _advance(self, new: str) -> str:
+        if self._finder is None:
+            return new
         text = self._held + new
         for index, character in enumerate(new, start=len(self._held) + 1):
             length = self._finder.feed(character)

@@ -57,7 +57,11 @@ class Incoming:
 
 
 class SendTracker:
-    """Says when libzmq is done with the memory of *all* frames of a message; until then they must not change."""
+    """Says when libzmq is done with *all* of a message: the kernel has it, or it was dropped with its connection.
+
+    The memory of large frames must not change until then. What was sent last may count as under way until something
+    else is sent to the same peer.
+    """
 
     __slots__ = ("_trackers",)
 
@@ -82,8 +86,13 @@ class SendTracker:
 NOTHING_HELD = SendTracker()
 
 
+def has_input(socket: zmq.Socket[bytes]) -> bool:
+    """Whether there is something to receive; also makes libzmq look at its mailbox, as sending does rarely."""
+    return bool(int(_option(socket, _EVENTS)) & _POLLIN)
+
+
 def send_frames(socket: zmq.Socket[bytes], frames: Sequence[SendableFrame], track: bool) -> SendTracker:
-    """Queue one message without waiting; with ``track``, large frames are handed over under a tracker each.
+    """Queue one message without waiting; with ``track``, large frames and the last one are under a tracker each.
 
     Small frames are copied before this returns. Large ones are kept alive by pyzmq, which holds a reference.
     Raises zmq.Again or zmq.ZMQError when the first frame is not taken, and PeerGone when a later one is not.
@@ -95,12 +104,14 @@ def send_frames(socket: zmq.Socket[bytes], frames: Sequence[SendableFrame], trac
         flags = _NOBLOCK_MORE if index < last else _NOBLOCK
         nbytes = len(frame) if type(frame) is bytes else memoryview(frame).nbytes
         try:
-            if nbytes < ZERO_COPY_BYTES:
+            if track and (index == last or nbytes >= ZERO_COPY_BYTES):
+                handed_over = frame if nbytes >= ZERO_COPY_BYTES else bytes(frame)
+                tracked = zmq.Frame(handed_over, track=True, copy=False)  # of any size, which the socket would copy
+                trackers.append(_send(socket, tracked, flags, False, True))
+            elif nbytes < ZERO_COPY_BYTES:
                 _send(socket, frame, flags)
             else:
-                tracker = _send(socket, frame, flags, False, track)
-                if track:
-                    trackers.append(tracker)
+                _send(socket, frame, flags, False)
         except zmq.Again:
             if index == 0:
                 raise
@@ -119,7 +130,7 @@ def receive_frames(
 
     The source is the descriptor of the connection, NO_SOURCE where it is not asked for or not known. None: no message.
     """
-    if not int(_option(socket, _EVENTS)) & _POLLIN:  # an exception would be the dearer way to learn it
+    if not has_input(socket):  # an exception would be the dearer way to learn it
         return None
     part = _receive(socket, _NOBLOCK, False)
     source = _source(part) if with_source else NO_SOURCE

@@ -19,11 +19,12 @@ from skippy_zmq.transport.frames import (
     QueueFull,
     SendableFrame,
     SendTracker,
+    has_input,
     receive_frames,
     send_frames,
 )
 from skippy_zmq.transport.ipc_path import IpcClaim
-from skippy_zmq.transport.sockets import SocketFactory, has_input, last_endpoint
+from skippy_zmq.transport.sockets import SocketFactory, last_endpoint
 from skippy_zmq.wire.limits import MAX_FRAMES
 
 # A lost or refused connection is dialled again after the first time, then after twice as long each, up to the last.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -17,6 +19,9 @@ Source = Server | Link | int
 _MAX_POLL_MS = 2**31 - 1  # poll(2) takes an int; waiting is repeated after it
 # For one round of busy polling; libzmq's own thread, which shares the core, needs less.
 _SHARED_CORE_SECONDS = 0.0005
+# A wait that has been as long may well go on: other work begins, although what it leaves in the core's own cache makes
+# the next message slower to handle.
+_QUIET_SECONDS = 0.001
 _T = TypeVar("_T", Server, Link, int)
 
 
@@ -32,6 +37,9 @@ class Loop:
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._poller.register(self._wake_read, zmq.POLLIN)
+        # Held while the pipe is written to or closed: its number may be another file's right after. Reentrant, for a
+        # signal handler that interrupts its holder.
+        self._wake_lock = threading.RLock()
         self._closed = False
 
     def __enter__(self) -> Loop:
@@ -68,11 +76,14 @@ class Loop:
         elif isinstance(source, Server):
             self._servers.remove(source)
 
-    def wait(self, timeout: float | None, busy_poll: float = 0.0) -> list[Source]:
+    def wait(
+        self, timeout: float | None, busy_poll: float = 0.0, meanwhile: Callable[[], object] | None = None
+    ) -> list[Source]:
         """Sources with something to read; block for ``timeout`` seconds at most, without end for None.
 
         For the first ``busy_poll`` seconds the sources are asked again and again instead, as long as nobody else wants
-        this core: a core that sleeps takes a while to wake, and computes more slowly at first.
+        this core: a core that sleeps takes a while to wake, and computes more slowly at first. After the first
+        millisecond ``meanwhile`` is called in between, for some microseconds of work that nobody waits for.
         The list may be empty early, after ``wake`` for one. Drain what is listed: ``receive`` until None, ``events``,
         ``take_losses``.
         """
@@ -81,7 +92,7 @@ class Loop:
         waits = [] if timeout is None else [timeout]
         waits += [link.redial_at - time.monotonic() for link in self._links if link.redial_at is not None]
         wait_ms = 0 if ready else _milliseconds(min(waits)) if waits else -1
-        for pollable, _ in self._poll(wait_ms, busy_poll):
+        for pollable, _ in self._poll(wait_ms, busy_poll, meanwhile):
             if pollable == self._wake_read:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
@@ -96,13 +107,16 @@ class Loop:
         self._redial()
         return ready
 
-    def _poll(self, wait_ms: int, busy_poll: float) -> list[tuple[Any, int]]:
+    def _poll(self, wait_ms: int, busy_poll: float, meanwhile: Callable[[], object] | None) -> list[tuple[Any, int]]:
         if busy_poll > 0 and wait_ms:
             now = time.monotonic()
+            quiet = now + _QUIET_SECONDS
             end = now + (busy_poll if wait_ms < 0 else min(busy_poll, wait_ms / 1000))
             while now < end:
                 if ready := self._poller.poll(0):
                     return ready
+                if meanwhile is not None and now >= quiet:
+                    meanwhile()
                 os.sched_yield()
                 before, now = now, time.monotonic()
                 if now - before > _SHARED_CORE_SECONDS:
@@ -116,16 +130,18 @@ class Loop:
                 link.redial()
 
     def wake(self) -> None:
-        """Make the present or next ``wait`` return; callable from any thread and from a signal handler."""
-        with contextlib.suppress(BlockingIOError):  # full: it will wake anyway
-            os.write(self._wake_write, b"\0")
+        """Make the present or next ``wait`` return; callable from any thread and from a signal handler, at any time."""
+        with self._wake_lock, contextlib.suppress(BlockingIOError):  # full: it will wake anyway
+            if not self._closed:
+                os.write(self._wake_write, b"\0")
 
     def close(self) -> None:
         """Give up the wake-up pipe; may be called twice. Sources stay open: they belong to whoever made them."""
-        if not self._closed:
-            self._closed = True
-            os.close(self._wake_read)
-            os.close(self._wake_write)
+        with self._wake_lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self._wake_read)
+                os.close(self._wake_write)
 
 
 def _pollables(source: Source) -> tuple[zmq.Socket[bytes] | int, ...]:

@@ -281,11 +281,6 @@ def last_endpoint(socket: Socket) -> str:
     return socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
 
-def has_input(socket: Socket) -> bool:
-    """Whether there is something to receive; also makes libzmq look at its mailbox, as sending does rarely."""
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
-
-
 def _reason(error: zmq.ZMQError) -> str:
     text = error.strerror or str(error)
     return text[:1].lower() + text[1:]

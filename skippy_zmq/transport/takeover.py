@@ -8,7 +8,8 @@ import struct
 
 import zmq
 
-from skippy_zmq.transport.sockets import Socket, has_input
+from skippy_zmq.transport.frames import has_input
+from skippy_zmq.transport.sockets import Socket
 
 WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 _EVENT = struct.Struct("=HI")

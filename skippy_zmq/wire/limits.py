@@ -80,7 +80,9 @@ ERROR_CODES = MappingProxyType(
         "kv_page": ErrorCode("a KV page or saved session is damaged, does not fit, or is not here", False),
         # The moment.
         "retry": ErrorCode("nothing is wrong with the request: try again", True),
-        "busy": ErrorCode("all lanes and the queue are full", True),
+        "busy": ErrorCode(
+            "all lanes and the queue are full; or the client has not read the pages that it asked for before", True
+        ),
         "not_ready": ErrorCode("the pipeline is not ready yet", True),
         "deadline": ErrorCode("the answer did not come in time", True),
         "stage_lost": ErrorCode("a stage of the pipeline went away", True),

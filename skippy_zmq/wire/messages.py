@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-GENERATION = 3
+GENERATION = 4
 
 
 class Kind(enum.IntEnum):
@@ -29,6 +29,7 @@ class Kind(enum.IntEnum):
     TOKENS = 13
     RESUME = 14
     KEPT = 15
+    TOKENS_EACH = 16
     ACTIVATIONS = 20
     SESSION_CLOSE = 21
     BATCH_DONE = 22
@@ -291,6 +292,24 @@ class Tokens:
     finish_reason: str = ""
     timings: Mapping[str, int] = field(default_factory=dict)
     tensors: tuple[TensorDescriptor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NextToken:
+    """What TOKENS would say of one more token of a request that goes on."""
+
+    request: str
+    index: int
+    token: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokensEach:
+    """Last stage to client: several tokens that one batch gave to its requests, in one message instead of several."""
+
+    kind: ClassVar[Kind] = Kind.TOKENS_EACH
+    tokens: tuple[NextToken, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -571,6 +590,7 @@ Message = (
     | Tokens
     | Resume
     | Kept
+    | TokensEach
     | Activations
     | SessionClose
     | BatchDone

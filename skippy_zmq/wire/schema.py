@@ -191,6 +191,7 @@ _STRUCT_COUNTS: Mapping[str, tuple[int, int]] = {
     "KvPages.tensors": (1, MAX_PAGES_AT_ONCE),
     "Ready.stages": (1, MAX_STAGES),
     "Tokens.tensors": (0, 1),
+    "TokensEach.tokens": (2, MAX_LANES),
     "StageFacts.offered": (0, MAX_CROSSING_TENSORS),
     "StageFacts.wanted": (0, MAX_CROSSING_TENSORS),
     "Welcome.stages": (1, MAX_STAGES),

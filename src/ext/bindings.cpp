@@ -304,6 +304,9 @@ void bind_context(nb::module_ &m) {
             "first_lane"_a, "n_lanes"_a, "Run a row on each of some neighbouring lanes; the bits of each.")
         .def("forget_trials", &StageContext::forget_trials, nb::call_guard<nb::gil_scoped_release>(),
              "Empty every lane and leave no trace of trials.")
+        .def("warm", &StageContext::warm, "limit"_a, "n_bytes"_a,
+             "Load the next n_bytes of the first limit bytes of the weights into the processor's cache.")
+        .def_prop_ro("warmable_bytes", &StageContext::warmable_bytes)
         .def_prop_ro("kv_refusal", [](const StageContext &self) { return self.pages().refusal(); })
         .def_prop_ro("kv_rope_factors", [](const StageContext &self) { return self.pages().rope_factors(); })
         .def_prop_ro(

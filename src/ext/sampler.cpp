@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <stdexcept>
 
 namespace skippy {
@@ -146,10 +147,12 @@ std::unique_ptr<GrammarMatcher> matcher(const llama_vocab *vocab, const std::str
     return std::make_unique<GrammarMatcher>(std::move(grammar), std::move(pieces));
 }
 
+constexpr size_t greedy_block = 4096; // logits
 constexpr const char *nothing_left = "no token is left to choose: every logit is -inf";
 
 // NaN compares false with everything; this form lets the compiler look at many logits at once.
-void check_numbers(const float *logits, size_t n) {
+// `first`: the token of the first of the `n` logits.
+void check_numbers(const float *logits, size_t n, size_t first = 0) {
     int32_t good = 1;
     for (size_t i = 0; i < n; ++i) {
         good &= static_cast<int32_t>(logits[i] < INFINITY);
@@ -159,7 +162,24 @@ void check_numbers(const float *logits, size_t n) {
     }
     const float *wrong = std::find_if_not(logits, logits + n, [](float logit) { return logit < INFINITY; });
     throw std::runtime_error("the model computed " + shown(*wrong) + " as the logit of token " +
-                             std::to_string(wrong - logits));
+                             std::to_string(first + static_cast<size_t>(wrong - logits)));
+}
+
+float larger(float a, float b) { return a < b ? b : a; }
+
+// Of numbers; -inf of none. Sixteen at a time, which std::max_element cannot: it has to know where each one was.
+float highest(const float *logits, size_t n) {
+    constexpr size_t width = 16;
+    float best[width];
+    std::fill_n(best, width, -INFINITY);
+    size_t i = 0;
+    for (; i + width <= n; i += width) {
+        for (size_t j = 0; j < width; ++j) {
+            best[j] = best[j] < logits[i + j] ? logits[i + j] : best[j];
+        }
+    }
+    const float rest = std::accumulate(logits + i, logits + n, -INFINITY, larger);
+    return std::accumulate(best, best + width, rest, larger);
 }
 
 void check_biased(int32_t token, float logit) {
@@ -231,6 +251,7 @@ Sampler::Sampler(const llama_vocab *vocab, int n_ctx_train, const SamplerOptions
     const bool history_matters = mirostat == 0 && (penalties || options.dry_multiplier != 0);
     greedy_ = temperature == 0.0F && !history_matters && !grammar_;
     bias_ = bias;
+    std::stable_sort(bias_.begin(), bias_.end(), [](const auto &a, const auto &b) { return a.token < b.token; });
 }
 
 Sampler::~Sampler() = default;
@@ -290,24 +311,44 @@ int32_t Sampler::sample(const float *logits, size_t n) {
     return token;
 }
 
-// The first token of the highest logit, as llama.cpp's greedy sampler chooses it.
+// The first token of the highest logit, as llama.cpp's greedy sampler chooses it. Block by block: what is looked at
+// more than once is in the nearest cache then, and where a bias applies, no more than that is copied.
 int32_t Sampler::most_likely(const float *logits) {
-    check_numbers(logits, candidates_.size());
-    if (!bias_.empty()) {
-        biased_.assign(logits, logits + candidates_.size());
-        for (const llama_logit_bias &entry : bias_) {
-            float &logit = biased_[static_cast<size_t>(entry.token)];
-            logit += entry.bias;
-            check_biased(entry.token, logit);
+    const size_t n = candidates_.size();
+    const auto size_at = [n](size_t first) { return std::min(greedy_block, n - first); };
+    size_t best_first = 0;
+    float best = -INFINITY;
+    for (size_t first = 0; first < n; first += greedy_block) {
+        check_numbers(logits + first, size_at(first), first);
+        const float found = highest(with_bias(logits, first, size_at(first)), size_at(first));
+        if (found > best) {
+            best = found;
+            best_first = first;
         }
-        logits = biased_.data();
     }
-    const float *end = logits + candidates_.size();
-    const float *best = std::max_element(logits, end);
-    if (*best == -INFINITY) {
+    if (best == -INFINITY) {
         throw std::runtime_error(nothing_left);
     }
-    return static_cast<int32_t>(best - logits);
+    const float *block = with_bias(logits, best_first, size_at(best_first));
+    return static_cast<int32_t>(std::find(block, block + size_at(best_first), best) - block + best_first);
+}
+
+// `size` of the logits from token `first` on, biases added: where they are, or in `biased_` until the next call.
+const float *Sampler::with_bias(const float *logits, size_t first, size_t size) {
+    const auto before = [](const llama_logit_bias &bias, size_t token) {
+        return static_cast<size_t>(bias.token) < token;
+    };
+    auto bias = std::lower_bound(bias_.begin(), bias_.end(), first, before);
+    if (bias == bias_.end() || static_cast<size_t>(bias->token) >= first + size) {
+        return logits + first;
+    }
+    biased_.assign(logits + first, logits + first + size);
+    for (; bias != bias_.end() && static_cast<size_t>(bias->token) < first + size; ++bias) {
+        float &logit = biased_[static_cast<size_t>(bias->token) - first];
+        logit += bias->bias;
+        check_biased(bias->token, logit);
+    }
+    return biased_.data();
 }
 
 bool Sampler::fits(int32_t token) {

@@ -74,6 +74,7 @@ class Sampler {
     void load(const float *logits);
     int32_t choose();
     int32_t most_likely(const float *logits);
+    const float *with_bias(const float *logits, size_t first, size_t size);
     int32_t choose_end(const float *logits) const;
 
     const llama_vocab *vocab_;
@@ -84,7 +85,7 @@ class Sampler {
     std::vector<llama_token_data> candidates_;
     // Greedy with nothing but a bias: the chains would only look for the highest logit, in ten times the time.
     bool greedy_ = false;
-    std::vector<llama_logit_bias> bias_;
+    std::vector<llama_logit_bias> bias_; // by token
     std::vector<float> biased_;
 };
 

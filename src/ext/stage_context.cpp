@@ -81,7 +81,7 @@ StageContext::StageContext(StageModel &model, const ContextOptions &options)
     positions_.assign(static_cast<size_t>(options.lanes), 0);
     try {
         {
-            const Skipping skipping(*this);
+            const Skipping skipping(*this, [this](ggml_cgraph *graph) { warm_weights_.note(graph); });
             find_crossing();
         }
         learn_pages();
@@ -293,6 +293,7 @@ std::vector<MicroBatchTensor> StageContext::run(const std::vector<LaneRows> &row
     const std::vector<MicroBatch> batches = micro_batches(rows);
     check_arriving(batches, arriving);
     const NativeGuard guard;
+    warm_weights_.rewind();
     logits_.clear();
     kept_.clear();
     for (const LaneRows &entry : rows) {
@@ -379,6 +380,11 @@ void StageContext::serve(const std::vector<CrossingKey> &keys) {
         }
     }
     served_ = keys;
+}
+
+void StageContext::warm(size_t limit, size_t n_bytes) {
+    const InUse in_use(busy_);
+    warm_weights_.load(limit, n_bytes);
 }
 
 StageContext::Memory StageContext::memory() const {

@@ -6,6 +6,7 @@
 #include "skipped_compute.h"
 #include "stage_model.h"
 #include "trial_cache.h"
+#include "warm_weights.h"
 
 #include <atomic>
 #include <cstdint>
@@ -137,6 +138,10 @@ class StageContext {
     // std::invalid_argument or std::runtime_error where that cannot be; the lane is then empty.
     void import_kv(int lane, const std::vector<KvPayload> &payloads);
 
+    // Loads some of the weights into the processor's cache (warm_weights.h), after a run the first ones first.
+    void warm(size_t limit, size_t n_bytes);
+    size_t warmable_bytes() const { return warm_weights_.bytes(); }
+
     struct Memory {
         uint64_t weights, kv, compute; // bytes in this stage's own buffers
     };
@@ -175,6 +180,7 @@ class StageContext {
     SkippedCompute skipped_;
     TrialCache trial_cache_;
     KvPages pages_;
+    WarmWeights warm_weights_;
     llama_context *context_ = nullptr;
     int n_ctx_ = 0, n_vocab_ = 0;
     const bool can_trim_;

@@ -12,7 +12,7 @@
 namespace skippy {
 namespace {
 
-constexpr size_t longest_piece = 4096; // bytes; no tokenizer has longer ones, and a longer one is asked for again
+constexpr size_t usual_piece = 256; // bytes; a longer one is asked for again
 
 // A regular expression for the decimal numbers first..last, short because llama.cpp compiles it once per tensor.
 std::string number_range(int first, int last) {
@@ -367,7 +367,7 @@ std::string StageModel::piece(int32_t token, bool special) const {
     if (llama_vocab_type(vocab()) == LLAMA_VOCAB_TYPE_NONE) {
         return {};
     }
-    std::string bytes(longest_piece, '\0');
+    std::string bytes(usual_piece, '\0');
     int32_t n = llama_token_to_piece(vocab(), token, bytes.data(), static_cast<int32_t>(bytes.size()), 0, special);
     if (n < 0) {
         bytes.resize(static_cast<size_t>(-n));
