@@ -68,9 +68,11 @@ class Pipeline:
             raise
 
     def _start_proxy(self, delay_s: float) -> list[str]:
-        """A delayed way to every stage; returns where they begin."""
-        listening = [f"{endpoint}-far" for endpoint in self.endpoints]
-        links = [part for pair in zip(listening, self.endpoints, strict=True) for part in ("--link", *pair)]
+        """A delayed way to every stage; returns where they begin.
+
+        By TCP, as a link of that length is; and the proxy then knows when bytes came in, however late it looks.
+        """
+        links = [part for endpoint in self.endpoints for part in ("--link", "tcp://127.0.0.1:0", endpoint)]
         proxy = subprocess.Popen(
             [sys.executable, "-m", "skippy_zmq.testing.link_proxy", "--delay-ms", f"{delay_s * 1000:g}", *links],
             stdout=subprocess.PIPE,
@@ -78,9 +80,9 @@ class Pipeline:
         )
         self._stack.callback(_end, proxy)
         assert proxy.stdout is not None
-        for endpoint in listening:
-            assert proxy.stdout.readline().split() == [b"LISTENING", endpoint.encode()]
-        return listening
+        told = [proxy.stdout.readline().split() for _ in self.endpoints]
+        assert all(line[:1] == [b"LISTENING"] for line in told)
+        return [line[1].decode() for line in told]
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Measured:
         """All prompts at once until the first token of each has come; one token each."""

@@ -15,7 +15,7 @@ from bench.pipelines import Pipeline
 from bench.workloads import prompts
 from skippy_zmq.sources.demo_models import demo_model
 
-DECODE_SPLIT = 19
+DECODE_SPLIT = 18
 PREFILL_SPLIT = 15
 STREAMS, PROMPT, STEPS = 8, 32, 32
 
