@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -63,12 +63,20 @@ def test_one_after_another_on_one_lane(asker: Asker, prompts: list[tuple[int, ..
         assert asker.tokens(prompt, max_tokens=_N_TOKENS) == wanted
 
 
-def test_tokens_of_one_step_come_together(asker: Asker, prompts: list[tuple[int, ...]], alone: list[list[int]]) -> None:
-    """Of a client's three requests two at least are in one group."""
-    requests = [asker.ask(prompts[i], max_tokens=100, sampling=_ENDLESS) for i in (0, 1, 2)]
+def test_tokens_of_one_step_come_together(
+    make_pipeline: Callable[..., StagePipeline],
+    model: Path,
+    transport: Transport,
+    prompts: list[tuple[int, ...]],
+    alone: list[list[int]],
+) -> None:
+    """One group, so all that is under way steps at once; how many groups else is learned from how fast they step."""
+    options = ("--lanes", str(_LANES), "--ubatch-size", str(_CHUNK), "--groups", "1")
+    asker = Asker(transport, make_pipeline(model, "0:2 2:4", *options).start_all().endpoint)
+    requests = [asker.ask(prompts[i], max_tokens=200, sampling=_ENDLESS) for i in (0, 1, 2)]
     answers = [asker.answer(request).token_ids for request in requests]
     assert [tokens[:_N_TOKENS] for tokens in answers] == alone[:3]
-    assert [len(tokens) for tokens in answers] == [100] * 3
+    assert [len(tokens) for tokens in answers] == [200] * 3
     assert asker.n_together > 0
 
 
