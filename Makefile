@@ -7,6 +7,14 @@ LLAMA_CPP_PYTHON := llama-cpp-python==0.3.36
 # Another back end is another build: the stamp is named after it, and pip's cached wheel is not taken.
 LLAMA_STAMP := $(VENV)/.llama-$(shell printf '%s' "$(CMAKE_ARGS)" | cksum | cut -d' ' -f1)
 PIP_FRESH := $(if $(CMAKE_ARGS),--no-cache-dir --force-reinstall)
+# On a processor with AMX, for compilers that spoil it; see there.
+AMX_FLAGS := $(shell $(CXX) -march=native -dM -E -x c++ /dev/null 2>/dev/null | grep -q __AMX_INT8__ \
+	&& echo "-include $(CURDIR)/scripts/amx_tile_config.h")
+# $(call install_llama,PYTHON,CMAKE_ARGS,OPTIONS); -v shows the compiler at work.
+define install_llama
+CFLAGS="$$CFLAGS $(AMX_FLAGS)" CXXFLAGS="$$CXXFLAGS $(AMX_FLAGS)" CMAKE_ARGS="$(2)" \
+	$(1) -m pip install -v $(3) $(LLAMA_CPP_PYTHON) 2>&1 | $(PY) scripts/install_progress.py
+endef
 # llama.cpp RPC, a peer of the benchmarks, needs a build of its own.
 RPC_VENV ?= .venv-rpc
 NATIVE_SOURCES := $(wildcard src/ext/*) CMakeLists.txt $(wildcard third_party/llama.cpp/*.cmake) pyproject.toml
@@ -27,10 +35,10 @@ $(VENV)/.python:
 	$(PY) -m pip install --quiet --upgrade pip
 	@touch $@
 
-# llama.cpp is compiled here, once; pip keeps the wheel. -v shows the compiler at work.
+# llama.cpp is compiled here, once; pip keeps the wheel.
 $(LLAMA_STAMP): $(VENV)/.python
 	@echo "== installing $(LLAMA_CPP_PYTHON) (compiles llama.cpp the first time: several minutes) =="
-	@$(PY) -m pip install -v $(PIP_FRESH) $(LLAMA_CPP_PYTHON) 2>&1 | $(PY) scripts/install_progress.py
+	@$(call install_llama,$(PY),$(CMAKE_ARGS),$(PIP_FRESH))
 	@rm -f $(VENV)/.llama-*
 	@touch $@
 
@@ -38,6 +46,9 @@ $(VENV)/.package: $(LLAMA_STAMP) $(NATIVE_SOURCES)
 	@echo "== installing skippy-zmq =="
 	$(PY) -m pip install --quiet "scikit-build-core>=0.10" "nanobind>=2.4" "cmake>=3.26" "ninja>=1.11"
 	$(PY) -m pip install --quiet --no-build-isolation --config-settings=editable.mode=redirect -e ".[dev]"
+	@$(PY) scripts/kernels_run.py || { echo "== compiling llama.cpp again: pip kept one that was not made by this ==" && \
+		{ $(PY) -m pip cache remove --quiet llama_cpp_python || true; } && \
+		$(call install_llama,$(PY),$(CMAKE_ARGS),--force-reinstall --no-deps) && $(PY) scripts/kernels_run.py; }
 	@touch $@
 
 demo: $(VENV)/.package
@@ -83,8 +94,7 @@ $(VENV)/.bench: $(VENV)/.package
 $(RPC_VENV)/.llama: | $(VENV)/.python
 	@echo "== installing $(LLAMA_CPP_PYTHON) with RPC (compiles llama.cpp once more: several minutes) =="
 	$(PYTHON) -m venv $(RPC_VENV)
-	@CMAKE_ARGS="$(CMAKE_ARGS) -DGGML_RPC=ON" $(RPC_VENV)/bin/python -m pip install -v --no-cache-dir $(LLAMA_CPP_PYTHON) \
-		2>&1 | $(PY) scripts/install_progress.py
+	@$(call install_llama,$(RPC_VENV)/bin/python,$(CMAKE_ARGS) -DGGML_RPC=ON,--no-cache-dir)
 	@touch $@
 
 bench: $(VENV)/.bench $(RPC_VENV)/.llama

@@ -17,6 +17,12 @@ def set_log_level(level: int) -> None:
     Show llama.cpp's log from this level on: 0 nothing, 1 debug ... 4 errors.
     """
 
+def has_amx() -> bool:
+    """Whether llama.cpp would lay weights out for AMX."""
+
+def amx_fault() -> str:
+    """Why weights must not be rearranged for AMX here, or an empty string."""
+
 def devices() -> list[tuple[str, str]]:
     """(name, description) of every device that llama.cpp sees."""
 

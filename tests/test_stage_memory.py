@@ -51,7 +51,8 @@ def cached():
         return sum(value & 1 for value in resident) * page
 
 def open_and_run(path, start, end, values):
-    options = check_options({"ctx_size": 256, "lanes": 1, "ubatch_size": 16, "threads": 1, **values}, "options")
+    values = {"ctx_size": 256, "lanes": 1, "ubatch_size": 16, "threads": 1, **values}
+    options = check_options(values, "options")
     stage = StageModel(open_model(path), LayerRange(start, end), options)
     tensors = [
         Crossing(
@@ -104,9 +105,10 @@ def share(hundred_layers: Path) -> int:
     return sum(int(t.n_bytes) for t in gguf.GGUFReader(hundred_layers).tensors if t.name.startswith(prefixes))
 
 
-@pytest.mark.parametrize("options", [{}, {"mmap": False}, {"mlock": True}, {"repack": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"mmap": False}, {"mlock": True}], ids=str)
 def test_a_stage_costs_its_own_share(hundred_layers: Path, share: int, options: dict[str, bool]) -> None:
-    found = cost(hundred_layers, START, END, **options)
+    """Where weights are not laid out for the processor, as these would be for AMX."""
+    found = cost(hundred_layers, START, END, repack=False, **options)
     if "refused" in found:
         assert options == {"mlock": True}
         assert "raise `ulimit -l`" in found["refused"]
@@ -125,7 +127,7 @@ def test_a_stage_costs_its_own_share(hundred_layers: Path, share: int, options: 
 def test_the_first_and_the_last_stage_too(hundred_layers: Path, share: int) -> None:
     tables = 260 * 2048 * 2  # the embedding, or the output matrix, of f16
     for start, end in ((0, 10), (90, 100)):
-        found = cost(hundred_layers, start, end)
+        found = cost(hundred_layers, start, end, repack=False)
         assert share + tables <= found["own"] < share + 2 * tables
         assert found["own"] < found["VmRSS"] < 1.05 * found["own"] + found["rest"]
         assert found["cached"] < 1.05 * found["own"]
@@ -144,3 +146,12 @@ def test_repacked_weights_are_copies(tmp_path: Path) -> None:
     assert plain["own"] == own
     assert repacked["RssAnon"] > plain["RssAnon"] + 0.9 * own
     assert plain["RssFile"] >= own
+
+
+def test_repacked_weights_are_locked_too(tmp_path: Path) -> None:
+    path = tiny(tmp_path / "model.gguf", n_layers=4, hidden=1024, ffn=4096, heads=8, kv_heads=8, quant="q4_0")
+    found = cost(path, 1, 3, mlock=True)
+    if "refused" in found:
+        assert "raise `ulimit -l`" in found["refused"]
+    else:
+        assert found["VmLck"] >= 0.9 * found["own"]

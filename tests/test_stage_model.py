@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from model_files import tiny
 
+from skippy_zmq import _native
 from skippy_zmq.certify.workload import micro_batches
 from skippy_zmq.errors import ModelFileError, NativeError, OptionError, ProtocolError
 from skippy_zmq.runtime.options import StageOptions
@@ -345,6 +346,31 @@ def test_progress(path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         open_stage(path, 1, 3, progress=stop)
+
+
+def test_the_kernels_of_this_build_run() -> None:
+    assert _native.amx_fault() == ""
+
+
+def test_weights_are_left_as_they_are_where_llama_cpp_would_crash_on_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What such a build does must be said by hand here: this one has no such fault, as the test above shows."""
+    path = tiny(tmp_path / "q4_0.gguf", quant="q4_0")
+
+    def logits(**others: Any) -> np.ndarray[Any, Any]:
+        stage = open_stage(path, 0, 4, OPTIONS.model_copy(update=others))
+        stage.run([(0, 0, 8), (1, 0, 8)], tokens(16), (15,))
+        return stage.logits(15)
+
+    wanted = logits(repack=False)
+    monkeypatch.setattr(_native, "amx_fault", lambda: "AMX ends with a crash")
+    assert np.array_equal(logits(), wanted)
+    assert "AMX ends with a crash; weights are not rearranged for the CPU" in caplog.text
+    assert "install --no-cache-dir --force-reinstall --no-deps llama-cpp-python==" in caplog.text
+    caplog.clear()
+    assert np.array_equal(logits(repack=False), wanted)
+    assert not caplog.text
 
 
 def test_ranges_and_files_that_cannot_be_opened(path: Path, tmp_path: Path) -> None:

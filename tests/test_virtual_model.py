@@ -248,7 +248,7 @@ _LOAD = """
     before = status("VmRSS")
     layers = LayerRange(int(sys.argv[4]), int(sys.argv[5]))
     options = StageOptions(
-        lanes=1, threads=1, ctx_size=64, batch_size=8, ubatch_size=8, weights_cache=cache
+        lanes=1, threads=1, ctx_size=64, batch_size=8, ubatch_size=8, weights_cache=cache, repack=cache is None
     )
     stage = StageModel(model, layers, options, progress=progress)
     print(peak - before, stage.native_model.own_bytes, max(tensor.nbytes for tensor in source.tensors))

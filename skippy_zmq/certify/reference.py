@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 from skippy_zmq.certify.workload import LANES, N_UBATCH, LaneRows, Logits, Settings, Step, micro_batches
 from skippy_zmq.errors import NativeError
+from skippy_zmq.runtime.repacking import may_repack
+from skippy_zmq.sources.gguf_model import open_model
 
 _STREAM_CELLS = 256  # a lane's cells are a multiple of this, in a stage as well
 _LEVEL_ERROR = 4
@@ -36,7 +38,9 @@ class Unsplit:
         self._context: Any = None
         self._settings, self._n_ctx = settings, n_ctx
         llama_cpp.llama_log_set(_remember_errors, ctypes.c_void_p())
-        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+        loading = llama_cpp.llama_model_default_params()
+        loading.use_extra_bufts = may_repack(open_model(path))  # as a stage does
+        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), loading)
         if not self._model:
             raise NativeError(f"unsplit: {_refusal('llama.cpp could not load the model')}")
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))

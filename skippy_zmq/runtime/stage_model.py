@@ -15,6 +15,7 @@ from skippy_zmq.kv.layout import LayerRows as KvLayerRows
 from skippy_zmq.runtime import kv_pages
 from skippy_zmq.runtime.cached_weights import cached_weights
 from skippy_zmq.runtime.options import StageOptions
+from skippy_zmq.runtime.repacking import may_repack
 from skippy_zmq.sources.gguf_model import GgufModel
 from skippy_zmq.topology import LayerRange
 from skippy_zmq.wire.messages import CrossingSpec, TensorDescriptor
@@ -106,7 +107,7 @@ class StageModel:
             "tensor_split": list(options.tensor_split),
             "mlock": options.mlock,
             "direct_io": options.direct_io,
-            "repack": options.repack,
+            "repack": options.repack and may_repack(source),
             "no_host_buffer": not options.host_buffer,
         }
         loading_from = 0.0

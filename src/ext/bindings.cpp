@@ -1,5 +1,6 @@
 // The Python face of the extension. Types are checked here, values in the classes; the GIL is released around loading,
 // tokenizing and computing.
+#include "kernel_probe.h"
 #include "native_guard.h"
 #include "sampler.h"
 #include "self_test.h"
@@ -364,6 +365,9 @@ NB_MODULE(_native, m) {
     m.attr("LLAMA_CPP_PIN") = skippy::pinned_package;
     m.def("set_log_level", &skippy::set_log_level, "level"_a,
           "Show llama.cpp's log from this level on: 0 nothing, 1 debug ... 4 errors.");
+    m.def("has_amx", &skippy::has_amx, "Whether llama.cpp would lay weights out for AMX.");
+    m.def("amx_fault", &skippy::amx_fault, nb::call_guard<nb::gil_scoped_release>(),
+          "Why weights must not be rearranged for AMX here, or an empty string.");
     m.def(
         "devices",
         [] {

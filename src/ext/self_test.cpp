@@ -46,6 +46,7 @@ struct TinyStage {
             backends.emplace_back(ggml_backend_dev_init(cut.after(), nullptr));
         }
         backends.emplace_back(ggml_backend_cpu_init());
+        ggml_backend_cpu_set_n_threads(backends.back().get(), 1); // a pool of threads would not outlive a fork
         std::vector<ggml_backend_t> handles;
         for (const Backend &backend : backends) {
             handles.push_back(backend.get());

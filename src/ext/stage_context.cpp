@@ -81,7 +81,14 @@ StageContext::StageContext(StageModel &model, const ContextOptions &options)
     positions_.assign(static_cast<size_t>(options.lanes), 0);
     try {
         {
-            const Skipping skipping(*this, [this](ggml_cgraph *graph) { warm_weights_.note(graph); });
+            const bool mlock = model_.options().mlock;
+            const auto look = [this, mlock](ggml_cgraph *graph) {
+                warm_weights_.note(graph);
+                if (mlock) {
+                    locked_copies_.lock(graph);
+                }
+            };
+            const Skipping skipping(*this, look, mlock);
             find_crossing();
         }
         learn_pages();

@@ -3,6 +3,7 @@
 
 #include "crossing.h"
 #include "kv_page.h"
+#include "locked_copies.h"
 #include "skipped_compute.h"
 #include "stage_model.h"
 #include "trial_cache.h"
@@ -181,6 +182,7 @@ class StageContext {
     TrialCache trial_cache_;
     KvPages pages_;
     WarmWeights warm_weights_;
+    LockedCopies locked_copies_;
     llama_context *context_ = nullptr;
     int n_ctx_ = 0, n_vocab_ = 0;
     const bool can_trim_;
