@@ -12,6 +12,7 @@ import pytest
 
 from bench.comparison import FIGURES, SUMMARY, Comparison
 from bench.pinning import CORES
+from skippy_zmq import _native
 from skippy_zmq.sources.demo_models import demo_model
 
 _comparison = Comparison()
@@ -52,6 +53,7 @@ def _machine() -> dict[str, Any]:
     ]
     return {
         "processor": names[0] if names else platform.processor(),
+        "AMX": "yes" if _native.has_amx() and not _native.amx_fault() else "no",
         "cores": len(CORES),
         "system": platform.platform(),
         "python": platform.python_version(),

@@ -16,6 +16,7 @@ from skippy_zmq import _native
 from skippy_zmq.certify.workload import micro_batches
 from skippy_zmq.errors import ModelFileError, NativeError, OptionError, ProtocolError
 from skippy_zmq.runtime.options import StageOptions
+from skippy_zmq.runtime.repacking import may_repack
 from skippy_zmq.runtime.stage_model import Crossing, LaneRows, StageModel, Tokens
 from skippy_zmq.sources.gguf_model import open_model
 from skippy_zmq.topology import LayerRange
@@ -371,6 +372,25 @@ def test_weights_are_left_as_they_are_where_llama_cpp_would_crash_on_others(
     caplog.clear()
     assert np.array_equal(logits(repack=False), wanted)
     assert not caplog.text
+
+
+@pytest.mark.parametrize(("hidden", "repacked"), [(32, False), (64, True)])
+def test_rows_of_one_block_are_not_laid_out_for_amx(
+    hidden: int, repacked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether this processor has AMX or not."""
+    monkeypatch.setattr(_native, "has_amx", lambda: True)
+    source = open_model(tiny(tmp_path / "q8_0.gguf", quant="q8_0", hidden=hidden))
+    assert may_repack(source) == repacked
+    assert ("has rows of 32 values" in caplog.text) != repacked
+
+    # 40 rows, where such a kernel would begin with what its output held before
+    def last_logits(repack: bool) -> np.ndarray[Any, Any]:
+        stage = StageModel(source, LayerRange(0, 4), StageOptions(ctx_size=N_CTX, threads=1, repack=repack))
+        stage.run([(0, 0, 40)], tokens(40), (39,))
+        return stage.logits(39)
+
+    assert np.allclose(last_logits(True), last_logits(False), atol=1e-3)
 
 
 def test_ranges_and_files_that_cannot_be_opened(path: Path, tmp_path: Path) -> None:
