@@ -1,7 +1,6 @@
 #include "warm_weights.h"
 
-#include <ggml-backend.h>
-#include <ggml.h>
+#include "host_weights.h"
 
 #include <algorithm>
 
@@ -9,16 +8,6 @@ namespace skippy {
 namespace {
 
 constexpr size_t line_bytes = 64;
-
-// Of a repacked tensor too, whose bytes are laid out in another way.
-bool is_weight_of_host(const ggml_tensor *tensor) {
-    if (tensor == nullptr || tensor->data == nullptr || tensor->buffer == nullptr ||
-        ggml_backend_buffer_get_usage(tensor->buffer) != GGML_BACKEND_BUFFER_USAGE_WEIGHTS) {
-        return false;
-    }
-    ggml_backend_dev_t device = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(tensor->buffer));
-    return device == nullptr || ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU;
-}
 
 } // namespace
 
