@@ -113,6 +113,20 @@ def test_pages_on_disk_outlive_the_stages(
     assert all(_equal(answer, answers[0]) for answer in answers)
 
 
+def test_pages_of_other_kernels_are_not_used(
+    make_pipeline: Callable[..., StagePipeline], model: Path, tmp_path: Path
+) -> None:
+    """Weights in another layout are computed with by others, whose bits may differ."""
+    options = (*OPTIONS, "--kv-cache-dir", str(tmp_path / "pages"))
+    reused = []
+    for others in ((), ("--no-repack",), (), ("--no-repack",)):
+        pipeline = make_pipeline(model, "0:2 2:4", *options, *others).start_all()
+        with Client(pipeline.endpoint) as client:
+            reused.append(_ask(client, TOKENS[:200]).reused_tokens)
+        assert [pipeline[index].stop() for index in (0, 1)] == [0, 0]
+    assert reused == [0, 0, 192, 192]
+
+
 def test_the_longest_unused_make_room(make_pipeline: Callable[..., StagePipeline], model: Path) -> None:
     pipeline = make_pipeline(model, "0:2 2:4", *OPTIONS).start_all()
     with Client(pipeline.endpoint) as client:

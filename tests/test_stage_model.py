@@ -361,6 +361,7 @@ def test_weights_are_left_as_they_are_where_llama_cpp_would_crash_on_others(
 
     def logits(**others: Any) -> np.ndarray[Any, Any]:
         stage = open_stage(path, 0, 4, OPTIONS.model_copy(update=others))
+        assert stage.weight_layout == "file"
         stage.run([(0, 0, 8), (1, 0, 8)], tokens(16), (15,))
         return stage.logits(15)
 
@@ -383,6 +384,7 @@ def test_rows_of_one_block_are_not_laid_out_for_amx(
     source = open_model(tiny(tmp_path / "q8_0.gguf", quant="q8_0", hidden=hidden))
     assert may_repack(source) == repacked
     assert ("has rows of 32 values" in caplog.text) != repacked
+    assert StageModel(source, LayerRange(0, 4), OPTIONS).weight_layout == ("amx" if repacked else "file")
 
     # 40 rows, where such a kernel would begin with what its output held before
     def last_logits(repack: bool) -> np.ndarray[Any, Any]:

@@ -73,6 +73,9 @@ class StageModel:
                 f"ctx_size {options.ctx_size or source.context_length}: {source.path.name} has positions for at most "
                 f"{n_positions} tokens"
             )
+        repacked = options.repack and may_repack(source)
+        # "file": as they lie there, "cpu" or "amx": laid out for the processor. Each computes with kernels of its own.
+        self.weight_layout = ("amx" if _native.has_amx() else "cpu") if repacked else "file"
         self.native_model = self._open(progress)
         try:
             self.native_context = _native.StageContext(
@@ -107,7 +110,7 @@ class StageModel:
             "tensor_split": list(options.tensor_split),
             "mlock": options.mlock,
             "direct_io": options.direct_io,
-            "repack": options.repack and may_repack(source),
+            "repack": self.weight_layout != "file",
             "no_host_buffer": not options.host_buffer,
         }
         loading_from = 0.0

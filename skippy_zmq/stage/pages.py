@@ -21,7 +21,6 @@ from skippy_zmq.kv.page import KvPage, join_payload, seal
 from skippy_zmq.kv.pinned_pages import PinnedPages
 from skippy_zmq.kv.sessions import kept_link, session_links
 from skippy_zmq.kv.store import PageStore
-from skippy_zmq.runtime.options import StageOptions
 from skippy_zmq.runtime.stage_model import LLAMA_CPP_BUILD, StageModel, Tokens
 from skippy_zmq.schedule.chunks import CHUNK_STEP
 from skippy_zmq.wire import messages as wire
@@ -90,7 +89,7 @@ class LanePages:
                 facts,
                 options.kv_cache_bytes,
                 Path(options.kv_cache_dir) if options.kv_cache_dir else None,
-                settings=_settings(options),
+                settings=_settings(model),
                 report=log.warning,
             )
             self._imported = ImportedPages(facts, model.n_ctx, options.kv_cache_bytes)
@@ -319,6 +318,8 @@ def _first_tokens(page: KvPage, count: int) -> memoryview:
     return join_payload([page], page.descriptor.layers, first, first + count)
 
 
-def _settings(options: StageOptions) -> str:
+def _settings(model: StageModel) -> str:
     """What decides about the bits of a prompt's state besides the model, the build and the caches' types."""
-    return f"{platform.machine()} fa={options.flash_attn} repack={options.repack} gpu={','.join(options.device)}"
+    options = model.options
+    gpus = ",".join(options.device)
+    return f"{platform.machine()} fa={options.flash_attn} weights={model.weight_layout} gpu={gpus}"
