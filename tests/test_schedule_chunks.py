@@ -124,3 +124,60 @@ def test_a_schedule_without_rows_is_refused(sizes: tuple[int, ...]) -> None:
 def test_adaptive_chunks_without_rows_or_time_are_refused(max_rows: int, target_us: int) -> None:
     with pytest.raises(ValueError, match="wanted at least 1 of each"):
         AdaptiveChunks(max_rows, target_us)
+
+
+# ---- prompts that have the stages to themselves
+
+
+def _settled(begin_us: int, n_tokens: int, n_stages: int, target_us: int = 10**9) -> AdaptiveChunks:
+    """After prompts of ``n_tokens`` whose chunks took ``begin_us`` and 1000 us per row."""
+    policy = AdaptiveChunks(512, target_us)
+    for _ in range(40):
+        position = 0
+        while position < n_tokens:
+            n_rows = next_chunk(policy, position, n_tokens - position, n_tokens, n_stages)
+            policy.observe(n_rows, begin_us + 1000 * n_rows, position)
+            position += n_rows
+    return policy
+
+
+def _until_the_end(n_rows: int, begin_us: int, n_tokens: int, n_stages: int) -> int:
+    """The time of as many chunks one after the other, and of the last one at all but one of the stages."""
+    return (-(-n_tokens // n_rows) + n_stages - 1) * (begin_us + 1000 * n_rows)
+
+
+@given(st.integers(0, 200_000), st.integers(1, 64), st.integers(2, 6))
+def test_chunks_of_prompts_alone_bring_them_soon_to_their_end(begin_us: int, n_steps: int, n_stages: int) -> None:
+    n_tokens = CHUNK_STEP * n_steps
+    policy = _settled(begin_us, n_tokens, n_stages)
+    sizes = [size for size in (64, 128, 256, 512) if size < n_tokens] + [min(512, n_tokens)]
+    times = {size: _until_the_end(size, begin_us, n_tokens, n_stages) for size in sizes}
+    n_rows = next_chunk(policy, 0, n_tokens, n_tokens, n_stages)
+    took = _until_the_end(n_rows, begin_us, n_tokens, n_stages)
+    # Exactly, but where all is one chunk between two doubled sizes, which passes for the smaller of them.
+    assert took == min(times.values()) or (n_tokens < 512 and took <= 1.5 * min(times.values()))
+
+
+def test_a_chunk_that_costs_little_beside_its_rows_is_small_for_a_short_prompt() -> None:
+    assert _settled(5000, 512, 2).rows(0, 512, 2) == 64
+    assert _settled(5000, 8192, 2).rows(0, 8192, 2) >= 128
+    assert _settled(500_000, 512, 2).rows(0, 512, 2) == 512
+
+
+def test_smaller_chunks_are_for_several_stages_and_prompts_alone() -> None:
+    """With one stage, or beside decoding lanes, which count as one, nothing is won by them."""
+    policy = _settled(0, 512, 2)
+    assert policy.rows(0, 512, 2) == 64
+    assert policy.rows(0, 512, 1) == policy.rows(0) == 512
+
+
+@given(st.integers(0, 5000), st.integers(0, 100_000), st.integers(1, 8), st.integers(1, 2048))
+def test_sizes_for_a_ring_keep_to_the_limits_and_to_multiples_of_64(
+    position: int, n_prompt: int, n_stages: int, max_rows: int
+) -> None:
+    policy = AdaptiveChunks(max_rows)
+    policy.observe(128, 128_000)
+    rows = policy.rows(position, n_prompt, n_stages)
+    assert 1 <= rows <= policy.rows(position)
+    if max_rows >= CHUNK_STEP:
+        assert (position + rows) % CHUNK_STEP == 0

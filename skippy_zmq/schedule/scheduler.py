@@ -52,6 +52,7 @@ class _Session:
     name: str
     lane: int
     pending: deque[int]  # tokens not yet sent down the ring
+    n_prompt: int
     known: tuple[int, ...] = ()  # tokens of its answer, to be run when its prompt has been
     replaying: bool = False  # the prompt has been, and what is pending was known
     position: int = 0  # of the first pending token
@@ -89,7 +90,7 @@ class Scheduler:
     _groups: list[tuple[str, ...]] | None = field(init=False, default=None)  # None: to be formed anew
     _steps: set[int] = field(init=False, default_factory=set)  # decode steps under way
     _windows: set[int] = field(init=False, default_factory=set)  # likewise
-    _rows: dict[int, int] = field(init=False, default_factory=dict)  # of batches under way
+    _rows: dict[int, tuple[int, int]] = field(init=False, default_factory=dict)  # of batches under way: position, count
     _chunks: int = field(init=False, default=0)  # that have gone so far
     _next_number: int = field(init=False, default=0)
 
@@ -139,7 +140,7 @@ class Scheduler:
         lane = self.lanes.take()
         if lane is None:
             return None
-        self._sessions[session] = _Session(session, lane, deque(prompt), tuple(known), held=hold)
+        self._sessions[session] = _Session(session, lane, deque(prompt), len(prompt), tuple(known), held=hold)
         if not hold:
             self._prefills.append(session)
         return lane
@@ -204,7 +205,7 @@ class Scheduler:
         """
         if not self.credit.give_back(number):
             return False
-        n_rows = self._rows.pop(number)
+        position, n_rows = self._rows.pop(number)
         is_step, is_window = number in self._steps, number in self._windows
         self._steps.discard(number)
         self._windows.discard(number)
@@ -213,7 +214,7 @@ class Scheduler:
                 self.group_count.observe(n_rows, travel_us, slowest_us, compute_us)
                 self._count_groups()
             else:
-                self.chunks.observe(n_rows, slowest_us)
+                self.chunks.observe(n_rows, slowest_us, position)
                 self.chunks_on_links.observe(travel_us, slowest_us)
             self.credit.max_batches = self._batches_wanted()
         return True
@@ -259,7 +260,10 @@ class Scheduler:
     def _chunk_rows(self, session: _Session) -> int:
         if session.replaying:
             return min(self.window, len(session.pending))
-        return next_chunk(self.chunks, session.position, len(session.pending))
+        # Beside decoding lanes no stage is idle while a ring of chunks fills and drains.
+        n_stages = 1 if self._decoding else self.n_stages
+        n_prompt = sum(self._sessions[name].n_prompt for name in self._prefills)
+        return next_chunk(self.chunks, session.position, len(session.pending), n_prompt, n_stages)
 
     def _ready_group(self) -> list[_Session]:
         """The group that has waited longest, of those whose lanes are all ready: a step is never torn apart."""
@@ -302,8 +306,8 @@ class Scheduler:
         return self._number("decode", rows, tokens)
 
     def _prefill_chunk(self, session: _Session) -> Batch:
-        self._prefills.popleft()
         n_rows = self._chunk_rows(session)
+        self._prefills.popleft()
         tokens = [session.pending.popleft() for _ in range(n_rows)]
         phase = "replay" if session.replaying else "prefill"
         sample = session.replaying or not session.pending
@@ -327,6 +331,6 @@ class Scheduler:
     def _number(self, phase: str, rows: Sequence[ScheduledRows], tokens: Sequence[int]) -> Batch:
         batch = Batch(self._next_number, phase, tuple(rows), tuple(tokens))
         self._next_number += 1
-        self._rows[batch.number] = len(tokens)
+        self._rows[batch.number] = rows[0].position, len(tokens)
         self.credit.take(batch.number, len(tokens) * self.row_bytes)
         return batch
