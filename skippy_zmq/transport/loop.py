@@ -98,9 +98,9 @@ class Loop:
                     os.read(self._wake_read, 4096)
                 continue
             source = self._sources[pollable]
-            if isinstance(source, Link | Server):
+            if isinstance(source, Link | Server) and pollable is not source.poll_sockets[0]:
                 source.refresh()
-                if isinstance(source, Server) and pollable is not source.poll_sockets[0] and not source.pending:
+                if isinstance(source, Server) and not source.pending:
                     continue  # somebody has connected, which is nothing to tell
             if source not in ready:
                 ready.append(source)
