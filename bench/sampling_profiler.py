@@ -1,17 +1,25 @@
-"""Where a stage spends its time, by py-spy: which samples are in llama.cpp, and which in the stage's own Python."""
+"""Where a stage spends its time, by py-spy: samples in llama.cpp, in libzmq, and in the stage's own Python."""
 
 from __future__ import annotations
 
+import linecache
+import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import skippy_zmq
+
 SAMPLES_PER_SECOND = 250
-# Innermost Python frames whose time is that of llama.cpp: running the layers, and choosing a token.
-NATIVE = ("StageModel.run", "SessionSampler.sample")
+# Innermost Python functions, and what stands in the lines of theirs whose time is that of a library.
+LLAMA_CPP = {"StageModel.run": "native_context.run(", "SessionSampler.sample": "_native.sample("}
+LIBZMQ = {"send_frames": "_send(", "receive_frames": "_receive(", "has_input": "_option("}
 WAITING = ";Loop._poll "  # anywhere in a stack: a pinned stage asks its sockets again and again instead of sleeping
+_LEAF = re.compile(r"(?P<function>\S+) \((?P<path>[^()]+):(?P<line>\d+)\)")
+_ROOT = Path(skippy_zmq.__file__).parents[1]
 _PATIENCE = 60.0
 
 
@@ -23,9 +31,26 @@ class Profile:
 
     @property
     def own_share(self) -> float:
-        """Share of the samples that were not in llama.cpp."""
-        native = sum(count for leaf, count in self.leaves.items() if leaf.startswith(NATIVE))
-        return 1 - native / self.leaves.total()
+        """Share of the samples that were neither in llama.cpp nor in libzmq."""
+        return 1 - self._share(LLAMA_CPP | LIBZMQ)
+
+    @property
+    def libzmq_share(self) -> float:
+        """Share of the samples that were in libzmq, or in whoever ran on this core because of it."""
+        return self._share(LIBZMQ)
+
+    def _share(self, calls: Mapping[str, str]) -> float:
+        inside = sum(count for leaf, count in self.leaves.items() if _is_call(leaf, calls))
+        return inside / self.leaves.total()
+
+
+def _is_call(leaf: str, calls: Mapping[str, str]) -> bool:
+    """Whether ``leaf``, such as "has_input (skippy_zmq/transport/frames.py:97)", stands at one of ``calls``."""
+    found = _LEAF.fullmatch(leaf)
+    if found is None or found["function"] not in calls:
+        return False
+    path = _ROOT / found["path"]  # an absolute path stays as it is
+    return calls[found["function"]] in linecache.getline(str(path), int(found["line"]))
 
 
 class Recording:

@@ -1,4 +1,4 @@
-"""The native side alone, one process: opening, and a decode step cut in two, against llama.cpp unsplit."""
+"""The native side alone, one process: opening, a decode step and a chunk cut in two, against llama.cpp unsplit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from skippy_zmq.sources.gguf_model import open_model
 from skippy_zmq.topology import split_at
 
 CONTEXT = 4096
-PROMPT, STEPS = 64, 8
+PROMPT, STEPS, CHUNK = 64, 8, 128
 
 
 def _timed(call: Callable[..., object], *arguments: object) -> float:
@@ -87,4 +87,22 @@ def test_decode_step_cut_in_two(smollm2: Path, comparison: Comparison, benchmark
     expected = whole.run(tokens[-1:], at)
     split.run(tokens[-1:], at)
     assert np.array_equal(expected.view(np.uint32), split.stages[1].logits(0).view(np.uint32))
+    whole.close()
+
+
+def test_prefill_chunk_cut_in_two(smollm2: Path, comparison: Comparison, benchmark: BenchmarkFixture) -> None:
+    """The same chunk at the beginning of a prompt, whole and cut in two, one thread; the same bits."""
+    whole, split = WholeModel(smollm2, n_ctx=CONTEXT, threads=1), Split(smollm2, 15)
+    (tokens,) = prompts(smollm2, 1, CHUNK)
+    logits = []
+
+    def chunk_whole() -> None:
+        whole.clear()
+        logits.append(whole.run(tokens, 0))
+
+    calls = {"ours": partial(_timed, split.run, tokens, 0), "llama.cpp": partial(_timed, chunk_whole)}
+    seconds = alternate(benchmark, 11, calls)
+    ours, other = (seconds[name] * 1000 for name in calls)
+    comparison.at_most(1.03, "prefill chunk of 128, cut in two in one process: llama.cpp", ours, other, "ms")
+    assert np.array_equal(logits[-1].view(np.uint32), split.stages[1].logits(CHUNK - 1).view(np.uint32))
     whole.close()
