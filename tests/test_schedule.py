@@ -257,3 +257,18 @@ def test_groups_become_more_as_the_links_turn_out_long() -> None:
         for rows in batch.rows:
             scheduler.feed(rows.session, rows.position + 1, 7)
     assert scheduler.groups == 4  # 16 ms per round; 20 with two, 18 with three, 16 with eight
+
+
+def test_a_step_that_nobody_waits_for_any_more_keeps_nobody_from_stepping() -> None:
+    scheduler = Scheduler(3, 8, fixed_chunks(8), n_stages=2, n_groups=1)
+    _decoding(scheduler, "gone")
+    step = scheduler.next_batch()
+    assert step is not None
+    assert step.phase == "decode"
+    scheduler.start("stays", (1,))
+    _run(scheduler)  # its prompt
+    scheduler.finish("gone")  # while its step is under way
+    scheduler.start("prompt", range(64))
+    following = [scheduler.next_batch() for _ in range(2)]
+    assert [batch and [rows.session for rows in batch.rows] for batch in following] == [["prompt"], ["stays"]]
+    assert scheduler.batch_done(step.number)

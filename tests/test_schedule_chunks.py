@@ -17,6 +17,7 @@ from skippy_zmq.schedule.chunks import (
     fixed_chunks,
     next_chunk,
 )
+from skippy_zmq.schedule.scheduler import Scheduler
 
 
 def _chunks(policy: ChunkPolicy, n_tokens: int, us_per_row: float = 1000.0) -> list[int]:
@@ -169,6 +170,24 @@ def test_smaller_chunks_are_for_several_stages_and_prompts_alone() -> None:
     policy = _settled(0, 512, 2)
     assert policy.rows(0, 512, 2) == 64
     assert policy.rows(0, 512, 1) == policy.rows(0) == 512
+
+
+@pytest.mark.parametrize(("n_stages", "decodes", "wanted"), [(2, False, 64), (2, True, 512), (1, False, 512)])
+def test_the_scheduler_says_what_a_prompt_shares_the_stages_with(n_stages: int, decodes: bool, wanted: int) -> None:
+    scheduler = Scheduler(2, 512, _settled(0, 512, 2), n_stages)
+    if decodes:
+        scheduler.start("decodes", [1])
+        first = scheduler.next_batch()
+        assert first is not None
+        scheduler.batch_done(first.number)
+        scheduler.feed("decodes", 1, 1)
+        step = scheduler.next_batch()
+        assert step is not None
+        assert step.phase == "decode"
+    scheduler.start("prompt", range(512))
+    chunk = scheduler.next_batch()
+    assert chunk is not None
+    assert (chunk.phase, len(chunk.tokens)) == ("prefill", wanted)
 
 
 @given(st.integers(0, 5000), st.integers(0, 100_000), st.integers(1, 8), st.integers(1, 2048))

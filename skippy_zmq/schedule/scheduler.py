@@ -88,8 +88,8 @@ class Scheduler:
     _prefills: deque[str] = field(init=False, default_factory=deque)
     _decoding: dict[str, int] = field(init=False, default_factory=dict)  # session -> lane
     _groups: list[tuple[str, ...]] | None = field(init=False, default=None)  # None: to be formed anew
-    _steps: set[int] = field(init=False, default_factory=set)  # decode steps under way
-    _windows: set[int] = field(init=False, default_factory=set)  # likewise
+    _steps: dict[int, int] = field(init=False, default_factory=dict)  # decode steps under way: lanes still waiting
+    _windows: set[int] = field(init=False, default_factory=set)  # replays under way
     _rows: dict[int, tuple[int, int]] = field(init=False, default_factory=dict)  # of batches under way: position, count
     _chunks: int = field(init=False, default=0)  # that have gone so far
     _next_number: int = field(init=False, default=0)
@@ -178,6 +178,8 @@ class Scheduler:
             self._prefills.remove(session)
         if self._decoding.pop(session, None) is not None:
             self._groups = None
+        if found.last_step in self._steps:  # nobody waits for its token: it must not keep others from stepping
+            self._steps[found.last_step] -= 1
         self.lanes.give_back(found.lane)
         return found.lane
 
@@ -206,8 +208,7 @@ class Scheduler:
         if not self.credit.give_back(number):
             return False
         position, n_rows = self._rows.pop(number)
-        is_step, is_window = number in self._steps, number in self._windows
-        self._steps.discard(number)
+        is_step, is_window = self._steps.pop(number, None) is not None, number in self._windows
         self._windows.discard(number)
         if slowest_us > 0 and not is_window:  # which would tell less of chunks and steps than these do themselves
             if is_step:
@@ -268,7 +269,7 @@ class Scheduler:
     def _ready_group(self) -> list[_Session]:
         """The group that has waited longest, of those whose lanes are all ready: a step is never torn apart."""
         groups = self._formed_groups()
-        if len(self._steps) >= len(groups):
+        if sum(lanes > 0 for lanes in self._steps.values()) >= len(groups):
             return []
         ready: list[_Session] = []
         for names in groups:
@@ -302,7 +303,7 @@ class Scheduler:
             rows.append(ScheduledRows(session.name, session.lane, session.position, 1, sample=True, opens=False))
             tokens.append(session.pending.popleft())
             session.position += 1
-        self._steps.add(self._next_number)
+        self._steps[self._next_number] = len(group)
         return self._number("decode", rows, tokens)
 
     def _prefill_chunk(self, session: _Session) -> Batch:
