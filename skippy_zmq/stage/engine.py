@@ -146,6 +146,7 @@ class Stage:
                     self._read_exit_fd(source)
                 elif self.head is not None:
                     self.head.requests.rendered()
+            self._work()  # first of all: tokens wait for it, and what is due can wait for a batch
             now = time.monotonic()
             self._tokenizer.deliver()
             self._neighbours.tick(now, sessions_open=self._batches.sessions > 0)
@@ -155,7 +156,6 @@ class Stage:
                 self.head.tick(now)
                 if self._neighbours.ready:
                     self.head.requests.start_waiting()
-            self._work()
 
     def _look_for_importers(self, now: float) -> None:
         """Give up the pages of clients that have gone and do not come back."""
@@ -207,7 +207,7 @@ class Stage:
     # ---- messages
 
     def _drain_server(self, server: Server) -> None:
-        if server.take_losses():
+        if server.pending and server.take_losses():
             if self.head is not None:
                 self.head.connections_ended()
             self._absences.connection_ended(time.monotonic())
