@@ -52,7 +52,6 @@ class _Session:
     name: str
     lane: int
     pending: deque[int]  # tokens not yet sent down the ring
-    n_prompt: int
     known: tuple[int, ...] = ()  # tokens of its answer, to be run when its prompt has been
     replaying: bool = False  # the prompt has been, and what is pending was known
     position: int = 0  # of the first pending token
@@ -140,7 +139,7 @@ class Scheduler:
         lane = self.lanes.take()
         if lane is None:
             return None
-        self._sessions[session] = _Session(session, lane, deque(prompt), len(prompt), tuple(known), held=hold)
+        self._sessions[session] = _Session(session, lane, deque(prompt), tuple(known), held=hold)
         if not hold:
             self._prefills.append(session)
         return lane
@@ -263,7 +262,8 @@ class Scheduler:
             return min(self.window, len(session.pending))
         # Beside decoding lanes no stage is idle while a ring of chunks fills and drains.
         n_stages = 1 if self._decoding else self.n_stages
-        n_prompt = sum(self._sessions[name].n_prompt for name in self._prefills)
+        prompts = [self._sessions[name] for name in self._prefills]
+        n_prompt = sum(prompt.position + len(prompt.pending) for prompt in prompts)
         return next_chunk(self.chunks, session.position, len(session.pending), n_prompt, n_stages)
 
     def _ready_group(self) -> list[_Session]:

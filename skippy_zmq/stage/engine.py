@@ -207,7 +207,7 @@ class Stage:
     # ---- messages
 
     def _drain_server(self, server: Server) -> None:
-        if server.pending and server.take_losses():
+        if server.take_losses():
             if self.head is not None:
                 self.head.connections_ended()
             self._absences.connection_ended(time.monotonic())

@@ -80,7 +80,7 @@ class Server:
         return (self._socket, self._monitor)
 
     def take_losses(self) -> int:
-        """Connections of peers that ended since the last call; whose, only sending tells."""
+        """Connections of peers that ended since the last call, as of ``refresh``; whose, only sending tells."""
         return self._connections.take_losses()
 
     @property

@@ -36,8 +36,7 @@ class Connections:
         return self._n_losses > 0
 
     def take_losses(self) -> int:
-        """Connections that ended since the last call."""
-        self.refresh()
+        """Connections that ended since the last call, as far as the monitor was looked at."""
         losses, self._n_losses = self._n_losses, 0
         return losses
 
