@@ -13,7 +13,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from bench.comparison import Comparison, alternate
 from skippy_zmq.wire.codec import decode, encode
-from skippy_zmq.wire.messages import Activations, SessionRows, TensorDescriptor
+from skippy_zmq.wire.messages import NO_TIMES, Activations, SessionRows, TensorDescriptor
 
 N_EMBD = 576
 REPEATS = 200
@@ -24,7 +24,7 @@ def _activations(lanes: int, rows_each: int, phase: str) -> tuple[Activations, l
     tensor = TensorDescriptor("l_out-18", 0, 0, "f32", (N_EMBD, n_rows), N_EMBD * n_rows * 4)
     rows = tuple(SessionRows(f"session-{lane}", lane, 1000, rows_each, True) for lane in range(lanes))
     tokens = np.arange(n_rows, dtype=np.int32).tobytes()
-    message = Activations(12345, "stage-0-19-0123456789abcdef", 0, 19, phase, rows, tokens, (tensor,))
+    message = Activations(12345, "stage-0-19-0123456789abcdef", 0, 19, phase, rows, tokens, (tensor,), (), NO_TIMES)
     return message, [bytes(tensor.nbytes)]
 
 

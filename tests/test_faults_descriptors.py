@@ -37,7 +37,7 @@ def _batch() -> tuple[wire.Activations, list[bytes]]:
     opened = wire.SessionOpen("s-1", 0, "r-1", b"nobody", _ROWS, 5, wire.SamplingParams())
     rows = (wire.SessionRows("s-1", 0, 0, _ROWS, True),)
     ids = struct.pack(f"<{_ROWS}i", 5, 6, 7)
-    message = wire.Activations(1, "stage-0-2", 0, 2, "prefill", rows, ids, (tensor,), (opened,))
+    message = wire.Activations(1, "stage-0-2", 0, 2, "prefill", rows, ids, (tensor,), (opened,), wire.NO_TIMES)
     return message, [np.ones((_ROWS, _HIDDEN), "<f4").tobytes()]
 
 
@@ -56,7 +56,7 @@ def _with(*changes: Change, payloads: Sequence[bytes] | None = None) -> list[byt
 
 def _tensor(**values: Any) -> Change:
     fields = ["l_out-1", 0, 0, "f32", [_HIDDEN, _ROWS], 4 * _HIDDEN * _ROWS]
-    names = [field.name for field in dataclasses.fields(wire.TensorDescriptor)]
+    names = wire.TensorDescriptor.__struct_fields__
     for name, value in values.items():
         fields[names.index(name)] = value
     return (7, 0), fields
@@ -152,7 +152,8 @@ _MISPLACED: dict[str, list[bytes]] = {
     "a batch number again": _with(((0,), 0)),
     "an end of a session": [bytes(frame) for frame in encode(wire.SessionClose("s-1", 0, "done"))],
     "tokens for stage 0": [
-        bytes(frame) for frame in encode(wire.BatchDone(1, (wire.SampledToken("s-1", 0, 3, 1 << 30),)))
+        bytes(frame)
+        for frame in encode(wire.BatchDone(1, (wire.SampledToken("s-1", 0, 3, 1 << 30, ""),), (), wire.NO_TIMES))
     ],
     "a failed batch": [bytes(frame) for frame in encode(wire.BatchFailed(1, ("s-1",), (), "native", "no"))],
 }
@@ -259,8 +260,8 @@ def test_tokens_of_a_false_last_stage_change_nothing(scene: Scene, transport: Tr
     running = asker.ask((5, 6), max_tokens=400)
     asker.wait(running, lambda answer: bool(answer.token_ids))
     for batch in range(200):
-        tokens = tuple(wire.SampledToken(f"s-{lane}", lane, 3, 1 << 30) for lane in range(_LANES))
-        peer.send(wire.BatchDone(batch, tokens))
+        tokens = tuple(wire.SampledToken(f"s-{lane}", lane, 3, 1 << 30, "") for lane in range(_LANES))
+        peer.send(wire.BatchDone(batch, tokens, (), wire.NO_TIMES))
     assert peer.ready()
     assert asker.answer(running).token_ids == recited(scene.model, 400)
 

@@ -127,6 +127,7 @@ class FirstStage:
                 for entry in entries
                 if entry.session in opens
             ),
+            wire.NO_TIMES,
         )
         return message, [bytes(memoryview(item.data)) for item in leaving]
 

@@ -6,6 +6,7 @@ import dataclasses
 import struct
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from skippy_zmq.wire.codec import decode, encode
 from skippy_zmq.wire.messages import (
     GENERATION,
     MESSAGE_TYPES,
+    NO_TIMES,
     Activations,
     BatchFailed,
     ChatMessage,
@@ -112,7 +114,9 @@ def _largest_batch() -> tuple[Activations, list[bytes]]:
     )
     tensors = tuple(TensorDescriptor(name("t", n), n, 0, "i8", (1, 1, 1, 1), 1) for n in range(limits.MAX_TENSORS))
     tokens = struct.pack("<i", limits.MAX_TOKEN_ID) * limits.MAX_BATCH_ROWS
-    largest = Activations(limits.MAX_INT64, name("p", 0), 0, limits.MAX_LAYERS, "prefill", rows, tokens, tensors, opens)
+    largest = Activations(
+        limits.MAX_INT64, name("p", 0), 0, limits.MAX_LAYERS, "prefill", rows, tokens, tensors, opens, NO_TIMES
+    )
     return largest, [b"x"] * limits.MAX_TENSORS
 
 
@@ -126,7 +130,7 @@ def test_the_tokens_of_all_sessions_of_a_batch_are_limited_together() -> None:
     """However few sessions: what one of them may have is no measure of what a header can hold."""
     message, payloads = _largest_batch()
     first, second, *others = message.opens
-    one_more = dataclasses.replace(message, opens=(first, dataclasses.replace(second, known=bytes(4)), *others))
+    one_more = msgspec.structs.replace(message, opens=(first, dataclasses.replace(second, known=bytes(4)), *others))
     with pytest.raises(ValueError, match=rf"opens: wanted at most {limits.MAX_OPENS_TOKENS} tokens"):
         encode(one_more, payloads)
     failed = BatchFailed(1, (first.session,), one_more.opens, "native", "")

@@ -148,7 +148,7 @@ EXAMPLES: dict[Kind, Any] = {
     Kind.SESSION_CLOSE: SessionClose("s-1", 0, "cancelled"),
     Kind.BATCH_DONE: BatchDone(
         12,
-        (SampledToken("s-1", 0, 11, 300), SampledToken("s-2", 1, 21, 2, "stop")),
+        (SampledToken("s-1", 0, 11, 300, ""), SampledToken("s-2", 1, 21, 2, "stop")),
         (("s-3", "native", "llama_decode returned -3"),),
         BatchTimes(18_000, 17_000, 9_000),
     ),

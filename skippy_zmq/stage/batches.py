@@ -73,6 +73,7 @@ class BatchRunner:
             tokens.astype("<i4").tobytes(),
             (),
             opens,
+            wire.NO_TIMES,
         )
         self._run(message, tokens, (), time.monotonic_ns())
 
@@ -233,4 +234,4 @@ class BatchRunner:
             else:
                 self._tokens.fail(session, message.code, message.message)
         failed = tuple((session, message.code, message.message) for session in sessions)
-        self._answer(wire.BatchDone(message.batch, (), failed))
+        self._answer(wire.BatchDone(message.batch, (), failed, wire.NO_TIMES))

@@ -155,7 +155,7 @@ class TokenSource:
         if found.generated > opened.received:  # else the client had it before the answer began anew
             shown = wire.NextToken(opened.request, found.generated - 1, token, delta.text)
             self._unsent.append(_Unsent(opened, shown, logits))
-        return wire.SampledToken(opened.session, opened.lane, position, token)
+        return wire.SampledToken(opened.session, opened.lane, position, token, "")
 
     def stream(self) -> None:
         """Send clients the tokens of the last ``take``: after stage 0 has them, which needs them for the next step."""

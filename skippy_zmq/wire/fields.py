@@ -2,6 +2,9 @@
 
 A ``Field`` is built once, at import. ``pack`` and ``unpack`` raise ``FieldError``; ``wanted`` is the description that
 docs/protocol.md and the error messages share. Nothing here knows a message.
+
+Most fields also have a type by which msgspec reads them in native code. It admits nothing that the field's own
+converter refuses, apart from what ``rest`` then looks at; it may be narrower.
 """
 
 from __future__ import annotations
@@ -11,7 +14,10 @@ import operator
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 _MAX_SHOWN = 40
 
@@ -53,12 +59,22 @@ def shown(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """How one field travels. ``depth``: how many arrays deep its msgpack form is."""
+    """How one field travels. ``depth``: how many arrays deep its msgpack form is.
+
+    ``native``: its type for msgspec, None where there is none. ``rest``: checks what that type leaves open.
+    """
 
     wanted: str
     pack: Callable[[Any], Any]
     unpack: Callable[[Any], Any]
     depth: int = 0
+    native: Any = None
+    rest: Callable[[Any], object] | None = None
+
+    @property
+    def native_inside(self) -> Any:
+        """Its type within an array or a struct, where nobody looks at the rest of each value."""
+        return self.native if self.rest is None else None
 
 
 def boolean() -> Field:
@@ -69,7 +85,7 @@ def boolean() -> Field:
             return value
         raise FieldError(wanted, value)
 
-    return Field(wanted, check, check)
+    return Field(wanted, check, check, native=bool)
 
 
 def integer(low: int, high: int) -> Field:
@@ -80,7 +96,7 @@ def integer(low: int, high: int) -> Field:
             return value
         raise FieldError(wanted, value)
 
-    return Field(wanted, check, check)
+    return Field(wanted, check, check, native=Annotated[int, Meta(ge=low, le=high)])
 
 
 def number() -> Field:
@@ -114,7 +130,8 @@ def text(low: int, high: int) -> Field:
             raise FieldError(wanted, value)
         return value
 
-    return Field(wanted, check, check)
+    # msgspec counts characters, of up to 4 bytes.
+    return Field(wanted, check, check, native=Annotated[str, Meta(min_length=low, max_length=high // 4)])
 
 
 def _utf8_length(value: str) -> int:
@@ -124,6 +141,7 @@ def _utf8_length(value: str) -> int:
 def one_of(values: Iterable[str], name: str = "") -> Field:
     """One of a few texts; ``name`` describes them where the list would be long."""
     known = frozenset(values)
+    literal = Literal[tuple(known)]  # type: ignore[valid-type]
     wanted = name or "one of " + ", ".join(f'"{value}"' for value in values)
 
     def check(value: Any) -> Any:
@@ -131,7 +149,7 @@ def one_of(values: Iterable[str], name: str = "") -> Field:
             return value
         raise FieldError(wanted, value)
 
-    return Field(wanted, check, check)
+    return Field(wanted, check, check, native=literal)
 
 
 def binary(low: int, high: int) -> Field:
@@ -142,7 +160,7 @@ def binary(low: int, high: int) -> Field:
             return value
         raise FieldError(wanted, value)
 
-    return Field(wanted, check, check)
+    return Field(wanted, check, check, native=Annotated[bytes, Meta(min_length=low, max_length=high)])
 
 
 def token_bytes(low: int, high: int) -> Field:
@@ -156,7 +174,8 @@ def token_bytes(low: int, high: int) -> Field:
             raise FieldError(wanted, Got("a negative id"))
         return value
 
-    return Field(wanted, check, check)
+    native = Annotated[bytes, Meta(min_length=4 * low, max_length=4 * high)]
+    return Field(wanted, check, check, native=native, rest=check)
 
 
 def token_ids(low: int, high: int) -> Field:
@@ -226,6 +245,7 @@ def optional(inner: Field) -> Field:
         lambda value: None if value is None else pack(value),
         lambda value: None if value is None else unpack(value),
         inner.depth,
+        native=None if inner.native_inside is None else inner.native_inside | None,
     )
 
 
@@ -249,7 +269,13 @@ def array_of(inner: Field, low: int, high: int) -> Field:
 
         return run
 
-    return Field(wanted, converted(inner.pack), converted(inner.unpack), inner.depth + 1)
+    element = inner.native_inside
+    native: Any = None
+    if element is not None:
+        native = Annotated[tuple[element, ...], Meta(min_length=low, max_length=high)]  # type: ignore[valid-type]
+    elif low == 0:
+        native = tuple[()]  # so that what holds none of them, as most steps do, can be read natively
+    return Field(wanted, converted(inner.pack), converted(inner.unpack), inner.depth + 1, native)
 
 
 def row_of(*inner: Field) -> Field:
@@ -269,7 +295,9 @@ def row_of(*inner: Field) -> Field:
         return run
 
     packs, unpacks = [item.pack for item in inner], [item.unpack for item in inner]
-    return Field(wanted, converted(packs), converted(unpacks), 1 + max(item.depth for item in inner))
+    natives = [item.native_inside for item in inner]
+    native = None if None in natives else tuple[tuple(natives)]  # type: ignore[misc]
+    return Field(wanted, converted(packs), converted(unpacks), 1 + max(item.depth for item in inner), native)
 
 
 def mapping(key: Field, item: Field, high: int) -> Field:
@@ -296,9 +324,17 @@ def mapping(key: Field, item: Field, high: int) -> Field:
     return Field(wanted, pack, unpack, 1)
 
 
+def field_names(cls: type[Any]) -> list[str]:
+    """Of a dataclass or a msgspec.Struct, in order."""
+    return list(cls.__struct_fields__) if issubclass(cls, msgspec.Struct) else [item.name for item in fields(cls)]
+
+
 def struct_of(cls: type[Any], inner: Mapping[str, Field], check: Callable[[Any], None] | None = None) -> Field:
-    """A dataclass; on the wire, the array of its fields in order. ``check`` raises FieldError for fields at odds."""
-    names = [item.name for item in fields(cls)]
+    """A dataclass or struct; on the wire, the array of its fields in order.
+
+    ``check`` raises FieldError for fields at odds. msgspec reads a struct whose fields all have a native type.
+    """
+    names = field_names(cls)
     packs = [inner[name].pack for name in names]
     unpacks = [inner[name].unpack for name in names]
     read = operator.attrgetter(*names)
@@ -334,4 +370,35 @@ def struct_of(cls: type[Any], inner: Mapping[str, Field], check: Callable[[Any],
             check(made)
         return made
 
-    return Field(wanted, pack, unpack, 1 + max(item.depth for item in inner.values()))
+    depth = 1 + max(item.depth for item in inner.values())
+    if not issubclass(cls, msgspec.Struct) or not _let_msgspec_read(
+        cls, {name: item.native for name, item in inner.items()}
+    ):
+        return Field(wanted, pack, unpack, depth)
+    rests = [(name, item.rest) for name, item in inner.items() if item.rest is not None]
+
+    def rest(made: Any) -> None:
+        for name, of_field in rests:
+            try:
+                of_field(getattr(made, name))
+            except FieldError as refused:
+                raise refused.within(f".{name}") from None
+        if check is not None:
+            check(made)
+
+    return Field(wanted, pack, unpack, depth, cls, rest if rests or check is not None else None)
+
+
+def _let_msgspec_read(cls: type[msgspec.Struct], natives: Mapping[str, Any]) -> bool:
+    """Have msgspec read the fields of ``cls`` as ``natives``, which narrow its annotations; False where one is missing.
+
+    msgspec looks at annotations when a class is first read or written.
+    """
+    if None in natives.values():
+        return False
+    cls.__annotations__ = {**cls.__annotations__, **natives}
+    if cls.__struct_defaults__:
+        raise TypeError(f"{cls.__name__}: with defaults, msgspec reads arrays that are too short")
+    if {field.name: field.type for field in msgspec.structs.fields(cls)} != natives:
+        raise TypeError(f"{cls.__name__}: msgspec does not see the rules of its fields")
+    return True

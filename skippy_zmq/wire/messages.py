@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import msgspec
+
 GENERATION = 4
 
 
@@ -50,6 +52,13 @@ class Kind(enum.IntEnum):
     KV_SESSION = 54
     KV_ADOPT = 55
     KV_SESSION_REPLY = 56
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What every step of decoding sends: msgspec reads and writes it in one call, an array of its fields in order.
+
+    No field has a default: msgspec would take it where an array is too short.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,8 +267,7 @@ class Kept:
     n_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class TensorDescriptor:
+class TensorDescriptor(Step, frozen=True):
     """One payload frame: which tensor, of which micro-batch, and its exact layout (shape innermost first)."""
 
     name: str
@@ -294,8 +302,7 @@ class Tokens:
     tensors: tuple[TensorDescriptor, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class NextToken:
+class NextToken(Step, frozen=True):
     """What TOKENS would say of one more token of a request that goes on."""
 
     request: str
@@ -304,8 +311,7 @@ class NextToken:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class TokensEach:
+class TokensEach(Step, frozen=True):
     """Last stage to client: several tokens that one batch gave to its requests, in one message instead of several."""
 
     kind: ClassVar[Kind] = Kind.TOKENS_EACH
@@ -338,8 +344,7 @@ class SessionOpen:
     known: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class SessionRows:
+class SessionRows(Step, frozen=True):
     """``n_rows`` consecutive rows of a batch belong to ``session`` on ``lane``, from ``position`` on.
 
     ``sample``: a token is to be chosen after the last of them; in a "replay" batch after each of them.
@@ -352,17 +357,18 @@ class SessionRows:
     sample: bool
 
 
-@dataclass(frozen=True, slots=True)
-class BatchTimes:
+class BatchTimes(Step, frozen=True):
     """What a batch has cost so far, in microseconds; each stage adds its own. No clock of another machine is used."""
 
-    spent_us: int = 0
-    compute_us: int = 0
-    slowest_us: int = 0
+    spent_us: int
+    compute_us: int
+    slowest_us: int
 
 
-@dataclass(frozen=True, slots=True)
-class Activations:
+NO_TIMES = BatchTimes(0, 0, 0)
+
+
+class Activations(Step, frozen=True):
     """A batch on its way down the ring. ``tokens``: int32 little-endian ids of all rows, in the order of ``rows``.
 
     ``phase``: "replay" runs tokens that were generated before a stage was lost, several of a session at once.
@@ -377,8 +383,8 @@ class Activations:
     rows: tuple[SessionRows, ...]
     tokens: bytes
     tensors: tuple[TensorDescriptor, ...]
-    opens: tuple[SessionOpen, ...] = ()
-    times: BatchTimes = BatchTimes()
+    opens: tuple[SessionOpen, ...]
+    times: BatchTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,26 +400,24 @@ class SessionClose:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(Step, frozen=True):
     """``position`` is where the token goes when it is fed back. ``finish_reason`` non-empty: the session is over."""
 
     session: str
     lane: int
     position: int
     token: int
-    finish_reason: str = ""
+    finish_reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class BatchDone:
+class BatchDone(Step, frozen=True):
     """Last stage to stage 0: batch ``batch`` has left the ring; its tokens, and the sessions that failed in it."""
 
     kind: ClassVar[Kind] = Kind.BATCH_DONE
     batch: int
-    tokens: tuple[SampledToken, ...] = ()
-    failed: tuple[tuple[str, str, str], ...] = ()  # (session, error code, message)
-    times: BatchTimes = BatchTimes()
+    tokens: tuple[SampledToken, ...]
+    failed: tuple[tuple[str, str, str], ...]  # (session, error code, message)
+    times: BatchTimes
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any
+
+import msgspec
 
 from skippy_zmq.wire import messages as m
 from skippy_zmq.wire.batch import check_batch, check_opens
@@ -21,6 +23,7 @@ from skippy_zmq.wire.fields import (
     biases,
     binary,
     boolean,
+    field_names,
     integer,
     mapping,
     number,
@@ -270,7 +273,7 @@ class _Builder:
     def struct(self, cls: type[Any]) -> Field:
         if cls not in self.structs:
             hints = typing.get_type_hints(cls)
-            inner = {item.name: self.field(cls, item.name, hints[item.name]) for item in fields(cls)}
+            inner = {name: self.field(cls, name, hints[name]) for name in field_names(cls)}
             self.fields.update((f"{cls.__name__}.{name}", converter) for name, converter in inner.items())
             self.structs[cls] = struct_of(cls, inner, _CHECKS.get(cls))
         return self.structs[cls]
@@ -292,7 +295,7 @@ class _Builder:
         if typing.get_origin(hint) is tuple and args[1:] == (...,) and key in _STRUCT_COUNTS:
             self.used.add(key)
             return array_of(self.struct(args[0]), *_STRUCT_COUNTS[key])
-        if is_dataclass(hint) and isinstance(hint, type):
+        if isinstance(hint, type) and (is_dataclass(hint) or issubclass(hint, msgspec.Struct)):
             return self.struct(hint)
         raise TypeError(f"{key}: no rule for a field of type {hint}")
 
