@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -31,8 +32,7 @@ _WARM_STEP_BYTES = 128 << 10  # tens of microseconds where they have to come fro
 _FLASH_ATTN = {"on": 1, "off": 0, "auto": -1}
 
 
-@dataclass(frozen=True, slots=True)
-class Crossing:
+class Crossing(msgspec.Struct, frozen=True):
     """One crossing tensor of one micro-batch and its bytes (``descriptor.nbytes`` of them)."""
 
     descriptor: TensorDescriptor

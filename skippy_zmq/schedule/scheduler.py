@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from skippy_zmq.schedule.chunks import ChunkPolicy, next_chunk
 from skippy_zmq.schedule.credit import Credit, OnLinks
 from skippy_zmq.schedule.groups import GroupCount, spread
@@ -24,8 +26,7 @@ DEFAULT_MAX_BYTES = 256 << 20
 MAX_BATCHES = 256  # under way at once, however long the links
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRows:
+class ScheduledRows(msgspec.Struct, frozen=True):
     """``n_rows`` rows of ``session`` from ``position`` on.
 
     ``sample``: a token follows, in a replay one each row; ``opens``: its first rows.
@@ -39,8 +40,7 @@ class ScheduledRows:
     opens: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True):
     number: int
     phase: str  # "prefill" | "decode" | "replay"
     rows: tuple[ScheduledRows, ...]

@@ -199,8 +199,8 @@ class BatchRunner:
             message.opens,
             times,
         )
-        self._meters.counts["bytes_sent"] += sum(item.descriptor.nbytes for item in leaving)
         self._send_down(activations, [item.data for item in leaving])
+        self._meters.counts["bytes_sent"] += sum(item.descriptor.nbytes for item in leaving)
 
     def _open(self, opens: Sequence[wire.SessionOpen], *, restore: bool = True) -> list[tuple[str, str, str]]:
         """Begin sessions; return (session, code, message) of those that cannot be sampled for.

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from skippy_zmq.errors import SkippyError, StageLostError
@@ -31,8 +32,7 @@ class _Session:
     first_token_at: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Unsent:
+class _Unsent(msgspec.Struct, frozen=True):
     """A token that its client does not have yet, and the logits that it was chosen by, where they were asked for."""
 
     opened: wire.SessionOpen

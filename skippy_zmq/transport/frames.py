@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
 import zmq
 from zmq import backend
 
@@ -44,8 +44,7 @@ class PeerGone(RetryableError):
     code = "peer_gone"
 
 
-@dataclass(frozen=True, slots=True)
-class Incoming:
+class Incoming(msgspec.Struct, frozen=True):
     """A message. ``peer``: routing id of the sender, empty on a Link.
 
     ``excess``: number of frames above the limit; where it is not 0 the whole message was thrown away.

@@ -129,14 +129,14 @@ def _natively_read(cls: type[Any], header: memoryview | bytes) -> Any:
 
 
 def _natively_written(message: Message) -> bytes | None:
-    """The header, where reading it natively gives ``message`` again; raises FieldError as the converters do."""
+    """The header, where it can be read natively; raises FieldError as the converters do."""
     if type(message) not in _NATIVE_READERS:
         return None
     try:
         header = _write_natively(message)
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError):
         return None
-    return header if _natively_read(type(message), header) == message else None
+    return header if _natively_read(type(message), header) is not None else None
 
 
 def _reader(prefix: bytes) -> tuple[Kind, Any]:
