@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from model_files import Parrot, parrot
+from msgspec import structs
 from stage_peers import Peer
 from stage_processes import StagePipeline
 from transport_helpers import Transport
@@ -177,32 +178,32 @@ def _goes_on(first: FirstStage, model: Parrot, session: str, lane: int, n_tokens
 
 def _other(**changes: object) -> Edit:
     def edit(message: wire.Activations, payloads: list[bytes]) -> tuple[wire.Activations, list[bytes]]:
-        tensor = dataclasses.replace(message.tensors[0], **changes)  # type: ignore[arg-type]
-        return dataclasses.replace(message, tensors=(tensor,)), [bytes(tensor.nbytes)]
+        tensor = structs.replace(message.tensors[0], **changes)  # type: ignore[arg-type]
+        return structs.replace(message, tensors=(tensor,)), [bytes(tensor.nbytes)]
 
     return edit
 
 
 def _twice(message: wire.Activations, payloads: list[bytes]) -> tuple[wire.Activations, list[bytes]]:
-    more = dataclasses.replace(message.tensors[0], occurrence=1)
-    return dataclasses.replace(message, tensors=(*message.tensors, more)), payloads * 2
+    more = structs.replace(message.tensors[0], occurrence=1)
+    return structs.replace(message, tensors=(*message.tensors, more)), payloads * 2
 
 
 def _nothing(message: wire.Activations, _payloads: list[bytes]) -> tuple[wire.Activations, list[bytes]]:
-    return dataclasses.replace(message, tensors=()), []
+    return structs.replace(message, tensors=()), []
 
 
 def _tokens(*ids: int) -> Edit:
     return lambda message, payloads: (
-        dataclasses.replace(message, tokens=np.array(ids, np.int32).tobytes()),
+        structs.replace(message, tokens=np.array(ids, np.int32).tobytes()),
         payloads,
     )
 
 
 def _rows(**changes: object) -> Edit:
     def edit(message: wire.Activations, payloads: list[bytes]) -> tuple[wire.Activations, list[bytes]]:
-        rows = tuple(dataclasses.replace(entry, **changes) for entry in message.rows)  # type: ignore[arg-type]
-        return dataclasses.replace(message, rows=rows), payloads
+        rows = tuple(structs.replace(entry, **changes) for entry in message.rows)  # type: ignore[arg-type]
+        return structs.replace(message, rows=rows), payloads
 
     return edit
 
@@ -252,7 +253,7 @@ def test_a_broken_batch_of_several_sessions(first: FirstStage, model: Parrot) ->
     broken, _ = first.batch([("a", 0, 4, 1), ("c", 2, 4, 1)], model.token_ids[1:2] * 2)
     both = first.client.until(wire.TokensEach)
     assert [token.request for token in both.tokens] == ["request-a", "request-c"]
-    first.send(dataclasses.replace(broken, tensors=()))
+    first.send(structs.replace(broken, tensors=()))
     assert [failed[0] for failed in first.done().failed] == ["a", "c"]
     errors = [first.told(), first.told()]
     assert [error.request for error in errors if isinstance(error, wire.Error)] == ["request-a", "request-c"]
@@ -262,7 +263,7 @@ def test_a_broken_batch_of_several_sessions(first: FirstStage, model: Parrot) ->
 def test_a_session_that_fails_with_its_first_batch(first: FirstStage, model: Parrot) -> None:
     _open(first, model, "a")
     message, _ = first.batch([("new", 1, 0, 3)], (5, 6, 7), opens=["new"])
-    first.send(dataclasses.replace(message, tensors=()))
+    first.send(structs.replace(message, tensors=()))
     assert [failed[0] for failed in first.done().failed] == ["new"]
     error = first.told()
     assert isinstance(error, wire.Error)
@@ -303,7 +304,7 @@ def test_numbers_that_are_none(value: float, first: FirstStage, model: Parrot) -
     [
         (_rows(lane=_LANES), f"lane {_LANES}: wanted 0 to {_LANES - 1}"),
         (
-            lambda message, payloads: (dataclasses.replace(message, layer_end=2), payloads),
+            lambda message, payloads: (structs.replace(message, layer_end=2), payloads),
             "activations of layers 0:2 for a stage that begins at layer 1",
         ),
     ],

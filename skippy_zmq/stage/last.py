@@ -33,10 +33,15 @@ class _Session:
 
 
 class _Unsent(msgspec.Struct, frozen=True):
-    """A token that its client does not have yet, and the logits that it was chosen by, where they were asked for."""
+    """A token that its client does not have yet, and the logits that it was chosen by, where they were asked for.
 
-    opened: wire.SessionOpen
-    token: wire.NextToken
+    ``text`` None: to be made of the token when it is sent.
+    """
+
+    session: _Session
+    index: int
+    token: int
+    text: str | None
     logits: tuple[memoryview, ...]
 
 
@@ -142,52 +147,70 @@ class TokenSource:
         if found.generated == 0:
             found.first_token_at = time.monotonic_ns()
         if self._model.is_end_of_generation(token):
+            self._stream_before(found)
             return self._end(found, position, token, (), found.text.finish(), "stop", logits)
         self.tokens += 1
         found.generated += 1
-        delta = found.text.push(self._model.piece(token))
-        if delta.stopped:
-            return self._end(found, position, token, (token,), delta.text, "stop", logits)
         # The token itself would be run at `position`; without room for it nothing can follow.
-        if found.generated >= opened.max_tokens or position >= self._model.n_ctx:
-            text = delta.text + found.text.finish()
-            return self._end(found, position, token, (token,), text, "length", logits)
-        if found.generated > opened.received:  # else the client had it before the answer began anew
-            shown = wire.NextToken(opened.request, found.generated - 1, token, delta.text)
-            self._unsent.append(_Unsent(opened, shown, logits))
+        last = found.generated >= opened.max_tokens or position >= self._model.n_ctx
+        shown = found.generated > opened.received  # else the client had it before the answer began anew
+        text = None
+        if opened.stop or last or not shown:  # else its text decides nothing, and stage 0 waits
+            if last:
+                self._stream_before(found)
+            delta = found.text.push(self._model.piece(token))
+            text = delta.text
+            if delta.stopped:
+                self._stream_before(found)
+                return self._end(found, position, token, (token,), text, "stop", logits)
+            if last:
+                return self._end(found, position, token, (token,), text + found.text.finish(), "length", logits)
+        if shown:
+            self._unsent.append(_Unsent(found, found.generated - 1, token, text, logits))
         return wire.SampledToken(opened.session, opened.lane, position, token, "")
 
     def stream(self) -> None:
         """Send clients the tokens of the last ``take``: after stage 0 has them, which needs them for the next step."""
+        unsent, self._unsent = self._unsent, []
         together: dict[bytes, list[_Unsent]] = {}
-        for unsent in self._unsent:
-            if unsent.logits:
-                self._stream([unsent])
+        for each in unsent:
+            if each.logits:
+                self._stream([each])
             else:
-                together.setdefault(unsent.opened.client, []).append(unsent)
+                together.setdefault(each.session.opened.client, []).append(each)
         for of_client in together.values():
             for first in range(0, len(of_client), MAX_LANES):
                 self._stream(of_client[first : first + MAX_LANES])
-        self._unsent.clear()
+
+    def _stream_before(self, found: _Session) -> None:
+        """In a replay: tokens of this session that wait come before what ends it."""
+        if any(unsent.session is found for unsent in self._unsent):
+            self.stream()
 
     def _stream(self, unsent: Sequence[_Unsent]) -> None:
         """Send tokens for one client in one message: a message costs both sides more than what is in it."""
-        here = [each for each in unsent if each.opened.session not in self._forgotten]
+        here = [each for each in unsent if each.session.opened.session not in self._forgotten]
         if not here:
             return
+        tokens = [wire.NextToken(e.session.opened.request, e.index, e.token, self._text(e)) for e in here]
         message: wire.Tokens | wire.TokensEach
-        if len(here) == 1:
-            token = here[0].token
+        if len(tokens) == 1:
+            (token,) = tokens
             tensors = _described(here[0].logits)
             message = wire.Tokens(token.request, token.index, (token.token,), token.text, tensors=tensors)
         else:
-            message = wire.TokensEach(tuple(each.token for each in here))
-        if self._send(here[0].opened.client, message, here[0].logits):
+            message = wire.TokensEach(tuple(tokens))
+        if self._send(here[0].session.opened.client, message, here[0].logits):
             return
-        for each in here:
+        for opened in (each.session.opened for each in here):
             self.undelivered += 1
-            if self._sessions.pop(each.opened.session, None) is not None:
-                self._forgotten[each.opened.session] = "the client is not connected to the last stage, or does not read"
+            if self._sessions.pop(opened.session, None) is not None:
+                self._forgotten[opened.session] = "the client is not connected to the last stage, or does not read"
+
+    def _text(self, unsent: _Unsent) -> str:
+        if unsent.text is not None:
+            return unsent.text
+        return unsent.session.text.push(self._model.piece(unsent.token)).text
 
     def _end(
         self,
@@ -200,8 +223,6 @@ class TokenSource:
         logits: tuple[memoryview, ...],
     ) -> wire.SampledToken:
         del self._sessions[found.opened.session]
-        if any(unsent.opened.session == found.opened.session for unsent in self._unsent):
-            self.stream()  # in a replay; they come before the end
         if not self._finish(found, shown, text, reason, logits):
             reason = "cancelled"  # which stage 0 tells the client, if it can
         return wire.SampledToken(found.opened.session, found.opened.lane, position, token, reason)
