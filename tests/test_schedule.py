@@ -151,6 +151,7 @@ def test_links_hold_further_chunks_while_a_step_is_around() -> None:
         while (batch := scheduler.next_batch()) is not None:
             took_us = 1000 if batch.phase == "prefill" else 0
             scheduler.batch_done(batch.number, travel_us=3 * took_us, slowest_us=took_us)
+            scheduler.learn()
             if batch.rows[0].session == "a":
                 scheduler.feed("a", batch.rows[0].position + 1, 7)
             else:
@@ -241,6 +242,7 @@ def test_a_fixed_number_of_groups_is_kept_to() -> None:
         batch = scheduler.next_batch()
         assert batch is not None
         scheduler.batch_done(batch.number, travel_us=10**6, slowest_us=10, compute_us=40)
+        scheduler.learn()
         for rows in batch.rows:
             scheduler.feed(rows.session, rows.position + 1, 7)
         assert scheduler.groups == 2
@@ -254,6 +256,7 @@ def test_groups_become_more_as_the_links_turn_out_long() -> None:
         batch = scheduler.next_batch()
         assert batch is not None
         scheduler.batch_done(batch.number, travel_us=10_000, slowest_us=1000 + 1000 * len(batch.rows))
+        scheduler.learn()
         for rows in batch.rows:
             scheduler.feed(rows.session, rows.position + 1, 7)
     assert scheduler.groups == 4  # 16 ms per round; 20 with two, 18 with three, 16 with eight

@@ -76,6 +76,7 @@ def test_links_that_hold_batches_get_them() -> None:
     for _ in range(40):
         for batch in _all(scheduler):
             scheduler.batch_done(batch.number, travel_us=10_000, slowest_us=1000, compute_us=2000)
+            scheduler.learn()
     assert len(_all(scheduler)) == 2 * 2 + 10
 
 
@@ -85,6 +86,7 @@ def test_even_the_longest_links_do_not_hold_everything() -> None:
     for _ in range(3):
         for batch in _all(scheduler):
             scheduler.batch_done(batch.number, travel_us=10**9, slowest_us=1, compute_us=2)
+            scheduler.learn()
     assert len(_all(scheduler)) == MAX_BATCHES
 
 

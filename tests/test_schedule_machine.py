@@ -122,12 +122,15 @@ class Ring(RuleBasedStateMachine):
         more=st.booleans(),
         travel_us=st.sampled_from([0, 50, 1000]) | st.integers(-9, 10**7),
         slowest_us=st.sampled_from([0, 100]) | st.integers(0, 10**6),
+        learns=st.booleans(),
     )
-    def done(self, more: bool, travel_us: int = 0, slowest_us: int = 0) -> None:
+    def done(self, more: bool, travel_us: int = 0, slowest_us: int = 0, learns: bool = True) -> None:
         batch = self.under_way.pop(0)
         if batch.phase != "decode":
             travel_us = 0  # links that hold chunks have tests of their own
         assert self.scheduler.batch_done(batch.number, travel_us, slowest_us, 2 * slowest_us)
+        if learns:
+            self.scheduler.learn()
         assert not self.scheduler.batch_done(batch.number)
         for rows in batch.rows:
             if rows.sample:

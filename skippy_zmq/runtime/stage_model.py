@@ -222,9 +222,13 @@ class StageModel:
         """Let ``lane`` hold the tokens of these pages and nothing else; empty it and raise KvPageError if it cannot."""
         kv_pages.import_kv(self.native_context, lane, payloads, n_tokens)
 
-    def warm(self) -> None:
-        """For a stage that waits: have the processor load some of the ``warm_bytes`` weights into its cache again."""
+    def warm(self) -> int:
+        """For a stage that waits: have the processor load some of the ``warm_bytes`` weights into its cache again.
+
+        Returns how many bytes.
+        """
         self.native_context.warm(self.warm_bytes, _WARM_STEP_BYTES)
+        return min(self.warm_bytes, _WARM_STEP_BYTES)
 
     def memory(self) -> Memory:
         return Memory(*self.native_context.memory())

@@ -47,6 +47,17 @@ class Batch(msgspec.Struct, frozen=True):
     tokens: tuple[int, ...]
 
 
+class _Reading(msgspec.Struct, frozen=True):
+    """What a batch has cost: ``n_rows`` from ``position`` on, times in microseconds; see ``Scheduler.batch_done``."""
+
+    is_step: bool
+    position: int
+    n_rows: int
+    travel_us: int
+    slowest_us: int
+    compute_us: int
+
+
 @dataclass(slots=True)
 class _Session:
     name: str
@@ -90,6 +101,7 @@ class Scheduler:
     _steps: dict[int, int] = field(init=False, default_factory=dict)  # decode steps under way: lanes still waiting
     _windows: set[int] = field(init=False, default_factory=set)  # replays under way
     _rows: dict[int, tuple[int, int]] = field(init=False, default_factory=dict)  # of batches under way: position, count
+    _readings: deque[_Reading] = field(init=False, default_factory=lambda: deque(maxlen=MAX_BATCHES))
     _chunks: int = field(init=False, default=0)  # that have gone so far
     _next_number: int = field(init=False, default=0)
 
@@ -195,6 +207,7 @@ class Scheduler:
         self._steps.clear()
         self._windows.clear()
         self._rows.clear()
+        self._readings.clear()
 
     # ---- batches
 
@@ -202,7 +215,7 @@ class Scheduler:
         """The last stage has finished a batch; False where it is not in flight.
 
         ``travel_us``: what it spent outside of stages; ``slowest_us``: computing, at the slowest stage; 0 for one that
-        did not run.
+        did not run. What these tell is taken in by ``learn``.
         """
         if not self.credit.give_back(number):
             return False
@@ -210,14 +223,20 @@ class Scheduler:
         is_step, is_window = self._steps.pop(number, None) is not None, number in self._windows
         self._windows.discard(number)
         if slowest_us > 0 and not is_window:  # which would tell less of chunks and steps than these do themselves
-            if is_step:
-                self.group_count.observe(n_rows, travel_us, slowest_us, compute_us)
+            self._readings.append(_Reading(is_step, position, n_rows, travel_us, slowest_us, compute_us))
+        return True
+
+    def learn(self) -> None:
+        """Take in what batches have cost since the last call. No batch that could go should have to wait for it."""
+        while self._readings:
+            reading = self._readings.popleft()
+            if reading.is_step:
+                self.group_count.observe(reading.n_rows, reading.travel_us, reading.slowest_us, reading.compute_us)
                 self._count_groups()
             else:
-                self.chunks.observe(n_rows, slowest_us, position)
-                self.chunks_on_links.observe(travel_us, slowest_us)
+                self.chunks.observe(reading.n_rows, reading.slowest_us, reading.position)
+                self.chunks_on_links.observe(reading.travel_us, reading.slowest_us)
             self.credit.max_batches = self._batches_wanted()
-        return True
 
     @property
     def has_work(self) -> bool:

@@ -260,6 +260,7 @@ class Simulation:
         for flight in self._answers:
             travel_us = self.now_us - flight.formed_us - flight.spent_us
             self.scheduler.batch_done(flight.batch.number, travel_us, flight.slowest_us, flight.compute_us)
+            self.scheduler.learn()
             for rows in flight.batch.rows:
                 if rows.sample:
                     self._take_token(rows.session, rows.position + rows.n_rows)

@@ -66,7 +66,17 @@ def _serve(config: StageConfig) -> None:
     from skippy_zmq.sources.references import locate
     from skippy_zmq.stage.engine import Stage
     from skippy_zmq.stage.pages import LanePages
-    from skippy_zmq.transport import Endpoint, Link, Loop, Server, SocketFactory, SocketLimits, boot_nonce, routing_id
+    from skippy_zmq.transport import (
+        Endpoint,
+        Link,
+        Loop,
+        Loopback,
+        Server,
+        SocketFactory,
+        SocketLimits,
+        boot_nonce,
+        routing_id,
+    )
     from skippy_zmq.wire.limits import MAX_FRAMES, MAX_PAYLOAD_BYTES
     from skippy_zmq.wire.messages import StageFacts
 
@@ -137,6 +147,7 @@ def _serve(config: StageConfig) -> None:
             server,
             links.get("next"),
             links.get("first"),
+            Loopback(factory),
             announce,
             sys.stdin.fileno() if config.exit_with_stdin else None,
         )

@@ -23,15 +23,17 @@ from skippy_zmq.stage.neighbours import Neighbours
 from skippy_zmq.stage.page_requests import UnreadPages, exported, imported
 from skippy_zmq.stage.pages import LanePages
 from skippy_zmq.stage.queue import RingQueue
+from skippy_zmq.stage.rehearsal import Rehearsal
 from skippy_zmq.stage.texts import detokenized, tokenize
 from skippy_zmq.stage.tokenizing import BackgroundTokenizer
-from skippy_zmq.transport import Incoming, Link, Loop, Server
+from skippy_zmq.transport import Incoming, Link, Loop, Loopback, Server
 from skippy_zmq.wire import messages as wire
 from skippy_zmq.wire.codec import decode
 from skippy_zmq.wire.failures import error_message
 
 log = logging.getLogger("skippy_zmq.stage")
 
+_REHEARSED = (wire.Activations, wire.BatchDone)
 MESSAGES_PER_TURN = 16  # taken between two batches: a peer that never stops sending must not hold those up
 
 
@@ -39,7 +41,7 @@ class Stage:
     """A stage between its neighbours. ``run`` returns when it was asked to stop and has drained.
 
     ``facts``: what this stage says of itself. ``next_link``: to the stage behind, None for the last one. ``ring_link``:
-    from the last stage to stage 0, None elsewhere and in a ring of one.
+    from the last stage to stage 0, None elsewhere and in a ring of one. ``loopback``: from this stage to itself.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Stage:
         server: Server,
         next_link: Link | None,
         ring_link: Link | None,
+        loopback: Loopback,
         on_ready: Callable[[tuple[wire.StageFacts, ...]], object],
         exit_fd: int | None = None,
     ) -> None:
@@ -70,6 +73,7 @@ class Stage:
             self.tokens = TokenSource(model, self.send_to_client)
         self._pages = pages
         self._unread_pages = UnreadPages()
+        self._rehearsal = Rehearsal(model, loopback, self._can_schedule)
         self._absences = Absences(model.options.recover_seconds)
         self._batches = BatchRunner(
             model, facts, self.tokens, self.meters, pages, self._neighbours.send_down, self._answer
@@ -135,7 +139,7 @@ class Stage:
         """Serve until stopped. Raises HandshakeError or ProtocolError where a neighbour refuses this stage."""
         self._neighbours.announce()
         busy_poll = self.model.options.busy_poll_seconds
-        meanwhile = self.model.warm if self.model.warm_bytes else None
+        meanwhile = self._rehearsal if self.model.warm_bytes else None
         while not self._finished():
             for source in self.loop.wait(self._timeout(), busy_poll if self._batches.sessions else 0.0, meanwhile):
                 if isinstance(source, Server):
@@ -220,6 +224,8 @@ class Stage:
                 message, payloads = self._decoded(incoming)
                 request = getattr(message, "request", "")
                 self._handle(incoming.peer, message, payloads)
+                if isinstance(message, _REHEARSED):
+                    self._rehearsal.last = incoming.frames
             except SkippyError as error:
                 self.meters.error(error.code)
                 log.info("peer %r: %s", incoming.peer, error)

@@ -106,6 +106,7 @@ class Head:
         if batch is not None:
             self._ring_meter.formed(batch.number)
             self._batches.run_scheduled(batch, self.requests.opening(batch))
+        self._scheduler.learn()  # others wait for what was sent, nobody for what is learnt
 
     def take_answer(self, answer: RingAnswer) -> None:
         """A batch has left the ring, or a question about pages has gone round it."""

@@ -1,9 +1,9 @@
 """ZeroMQ sockets: addresses, options, keys, and moving frames; the only importer of zmq.
 
 Owns: which address may be bound or reached (``endpoints``, ``ipc_path``), every socket option (``sockets``), CURVE
-keys and the allow-list (``security``, ``zap``), sending and receiving multipart messages (``frames``, ``link``) and
-waiting for them (``loop``). Does not own: what the frames mean (``wire``), who may send what when, and retries of
-requests.
+keys and the allow-list (``security``, ``zap``), sending and receiving multipart messages (``frames``, ``link``,
+``loopback``) and waiting for them (``loop``). Does not own: what the frames mean (``wire``), who may send what when,
+and retries of requests.
 
 Every socket belongs to the thread that made it; only ``Loop.wake`` may be called from elsewhere. No call here blocks,
 apart from ``Loop.wait``, name lookup before a bind or connect, and closing, which is bounded by the drain time given.
@@ -29,6 +29,7 @@ from skippy_zmq.transport.frames import (
 )
 from skippy_zmq.transport.link import Link, LinkEvent, LinkEventKind, Server
 from skippy_zmq.transport.loop import Loop
+from skippy_zmq.transport.loopback import Loopback
 from skippy_zmq.transport.security import (
     KeyPair,
     Security,
@@ -58,6 +59,7 @@ __all__ = [
     "LinkEvent",
     "LinkEventKind",
     "Loop",
+    "Loopback",
     "PeerGone",
     "QueueFull",
     "Security",

@@ -30,7 +30,8 @@ class Loop:
 
     def __init__(self) -> None:
         self._poller = zmq.Poller()
-        self._sources: dict[zmq.Socket[bytes] | int, Source] = {}
+        # By what is polled; the second is there where that is a monitor, and tells what it has to say.
+        self._sources: dict[zmq.Socket[bytes] | int, tuple[Source, Server | Link | None]] = {}
         self._links: list[Link] = []
         self._servers: list[Server] = []
         self._wake_read, self._wake_write = os.pipe()
@@ -57,8 +58,9 @@ class Loop:
 
     def add(self, source: _T) -> _T:
         """Wait for ``source`` too: a Server, a Link or a file descriptor to read from."""
-        for pollable in _pollables(source):
-            self._sources[pollable] = source
+        for index, pollable in enumerate(_pollables(source)):
+            monitored = source if isinstance(source, Link | Server) and index else None
+            self._sources[pollable] = source, monitored
             self._poller.register(pollable, zmq.POLLIN)
         if isinstance(source, Link):
             self._links.append(source)
@@ -97,9 +99,9 @@ class Loop:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
                 continue
-            source = self._sources[pollable]
-            if isinstance(source, Link | Server) and pollable is not source.poll_sockets[0]:
-                source.refresh()
+            source, monitored = self._sources[pollable]
+            if monitored is not None:
+                monitored.refresh()
                 if isinstance(source, Server) and not source.pending:
                     continue  # somebody has connected, which is nothing to tell
             if source not in ready:

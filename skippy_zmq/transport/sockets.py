@@ -106,7 +106,7 @@ class SocketFactory:
         self._sockets: set[Socket] = set()
         self._owners: set[Owner] = set()
         self._authenticator: Authenticator | None = None
-        self._n_monitors = 0
+        self._n_monitors = self._n_pairs = 0
 
     def __enter__(self) -> SocketFactory:
         return self
@@ -183,6 +183,15 @@ class SocketFactory:
             socket.setsockopt(zmq.CURVE_PUBLICKEY, self.security.keys.public)
             socket.setsockopt(zmq.CURVE_SECRETKEY, self.security.keys.secret)
         return socket
+
+    def pair(self) -> tuple[Socket, Socket]:
+        """Two ends of a connection within this process."""
+        self._n_pairs += 1
+        address = f"inproc://skippy.pair.{self._n_pairs}"
+        one, other = self._socket(zmq.PAIR, ipv6=False), self._socket(zmq.PAIR, ipv6=False)
+        one.bind(address)
+        other.connect(address)
+        return one, other
 
     def monitor(self, socket: Socket, events: int) -> Socket:
         """A PAIR that receives ``events`` of ``socket``; discard it before that one."""
