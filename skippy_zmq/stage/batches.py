@@ -20,6 +20,8 @@ from skippy_zmq.wire.failures import clipped
 
 log = logging.getLogger("skippy_zmq.stage")
 
+_TOKEN = np.dtype("<i4")  # on the wire
+
 RingMessage = wire.Activations | wire.SessionClose | wire.BatchFailed | wire.KvMatch | wire.KvKeep
 RingAnswer = wire.BatchDone | wire.KvAnswer
 SendDown = Callable[[RingMessage, Sequence[memoryview]], None]
@@ -62,7 +64,7 @@ class BatchRunner:
     def run_scheduled(self, batch: Batch, opens: tuple[wire.SessionOpen, ...]) -> None:
         """Stage 0: begin a batch that the scheduler has formed."""
         rows = tuple(wire.SessionRows(r.session, r.lane, r.position, r.n_rows, r.sample) for r in batch.rows)
-        tokens = np.array(batch.tokens, np.int32)
+        tokens = np.array(batch.tokens, _TOKEN)
         message = wire.Activations(
             batch.number,
             self._facts.stage,
@@ -70,12 +72,12 @@ class BatchRunner:
             self._facts.layer_end,
             batch.phase,
             rows,
-            tokens.astype("<i4").tobytes(),
+            tokens.tobytes(),
             (),
             opens,
             wire.NO_TIMES,
         )
-        self._run(message, tokens, (), time.monotonic_ns())
+        self._run(message, tokens.astype(np.int32, copy=False), (), time.monotonic_ns())
 
     def run(self, message: RingMessage, payloads: Sequence[memoryview], taken_at: int) -> None:
         """Run a message from upstream that was taken from the socket at ``taken_at`` (monotonic nanoseconds)."""
@@ -89,7 +91,7 @@ class BatchRunner:
         elif isinstance(message, wire.KvKeep):
             self.keep(message)
         else:
-            tokens = np.frombuffer(message.tokens, "<i4").astype(np.int32)
+            tokens = np.frombuffer(message.tokens, _TOKEN).astype(np.int32, copy=False)
             arriving = [Crossing(d, data) for d, data in zip(message.tensors, payloads, strict=True)]
             self._run(message, tokens, arriving, taken_at)
 

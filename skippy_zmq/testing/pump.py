@@ -243,6 +243,7 @@ class Pump:
             self._deliver()
             left = next_at - time.monotonic()
             if left <= 0:
+                os.sched_yield()  # whoever it was for may have to run on this core
                 return
             # select, since epoll counts whole milliseconds.
             ready, _, _ = select.select([self._selector], [], [], None if left == math.inf else max(0.0, left - _EARLY))
