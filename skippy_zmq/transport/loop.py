@@ -19,6 +19,7 @@ Source = Server | Link | int
 _MAX_POLL_MS = 2**31 - 1  # poll(2) takes an int; waiting is repeated after it
 # For one round of busy polling; libzmq's own thread, which shares the core, needs less.
 _SHARED_CORE_SECONDS = 0.0005
+_MAKE_WAY_MS = 5  # sleeping, for whoever else wants this core; it is ten times what was taken from them
 # A wait that has been as long may well go on: other work begins, although what it leaves in the core's own cache makes
 # the next message slower to handle.
 _QUIET_SECONDS = 0.001
@@ -83,9 +84,9 @@ class Loop:
     ) -> list[Source]:
         """Sources with something to read; block for ``timeout`` seconds at most, without end for None.
 
-        For the first ``busy_poll`` seconds the sources are asked again and again instead, as long as nobody else wants
-        this core: a core that sleeps takes a while to wake, and computes more slowly at first. After the first
-        millisecond ``meanwhile`` is called in between, for some microseconds of work that nobody waits for.
+        For the first ``busy_poll`` seconds the sources are asked again and again instead, except for some milliseconds
+        whenever somebody else wants this core: a core that sleeps takes a while to wake, and computes more slowly at
+        first. After the first millisecond ``meanwhile`` is called in between, for microseconds of what can wait.
         The list may be empty early, after ``wake`` for one. Drain what is listed: ``receive`` until None, ``events``,
         ``take_losses``.
         """
@@ -121,8 +122,10 @@ class Loop:
                     meanwhile()
                 os.sched_yield()
                 before, now = now, time.monotonic()
-                if now - before > _SHARED_CORE_SECONDS:
-                    break  # somebody else ran here meanwhile
+                if now - before > _SHARED_CORE_SECONDS:  # somebody else ran here meanwhile
+                    if ready := self._poller.poll(_MAKE_WAY_MS if wait_ms < 0 else min(_MAKE_WAY_MS, wait_ms)):
+                        return ready
+                    now = time.monotonic()
         return self._poller.poll(wait_ms)
 
     def _redial(self) -> None:
