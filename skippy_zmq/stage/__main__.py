@@ -130,6 +130,9 @@ def _serve(config: StageConfig) -> None:
                 stack.callback(link.close, 1.0)
                 links[name] = link
 
+        loopback = Loopback(factory)
+        stack.callback(loopback.close)
+
         def announce(stages: tuple[StageFacts, ...]) -> None:
             try:
                 print(ready_line(stages), flush=True)
@@ -147,7 +150,7 @@ def _serve(config: StageConfig) -> None:
             server,
             links.get("next"),
             links.get("first"),
-            Loopback(factory),
+            loopback,
             announce,
             sys.stdin.fileno() if config.exit_with_stdin else None,
         )
