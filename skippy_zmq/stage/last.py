@@ -154,20 +154,21 @@ class TokenSource:
         # The token itself would be run at `position`; without room for it nothing can follow.
         last = found.generated >= opened.max_tokens or position >= self._model.n_ctx
         shown = found.generated > opened.received  # else the client had it before the answer began anew
-        text = None
-        if opened.stop or last or not shown:  # else its text decides nothing, and stage 0 waits
-            if last:
-                self._stream_before(found)
-            delta = found.text.push(self._model.piece(token))
-            text = delta.text
-            if delta.stopped:
-                self._stream_before(found)
-                return self._end(found, position, token, (token,), text, "stop", logits)
-            if last:
-                return self._end(found, position, token, (token,), text + found.text.finish(), "length", logits)
+        sampled = wire.SampledToken(opened.session, opened.lane, position, token, "")
+        if shown and not last and not opened.stop:  # its text decides nothing, and stage 0 waits for the token
+            self._unsent.append(_Unsent(found, found.generated - 1, token, None, logits))
+            return sampled
+        if last:
+            self._stream_before(found)
+        delta = found.text.push(self._model.piece(token))
+        if delta.stopped:
+            self._stream_before(found)
+            return self._end(found, position, token, (token,), delta.text, "stop", logits)
+        if last:
+            return self._end(found, position, token, (token,), delta.text + found.text.finish(), "length", logits)
         if shown:
-            self._unsent.append(_Unsent(found, found.generated - 1, token, text, logits))
-        return wire.SampledToken(opened.session, opened.lane, position, token, "")
+            self._unsent.append(_Unsent(found, found.generated - 1, token, delta.text, logits))
+        return sampled
 
     def stream(self) -> None:
         """Send clients the tokens of the last ``take``: after stage 0 has them, which needs them for the next step."""

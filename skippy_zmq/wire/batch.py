@@ -76,11 +76,12 @@ def _check_opens(message: Activations) -> None:
 
 
 def _check_tensors(message: Activations) -> None:
-    if not message.tensors:
+    tensors = message.tensors
+    if not tensors:
         return
     count = len(micro_batches(message.rows)) if len(message.rows) > 1 else 1
     last = 0
-    for index, tensor in enumerate(message.tensors):
+    for index, tensor in enumerate(tensors):
         size = math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
         if size != tensor.nbytes:
             raise FieldError(f"{size} bytes by shape and dtype", tensor.nbytes, f".tensors[{index}].nbytes")
@@ -88,7 +89,5 @@ def _check_tensors(message: Activations) -> None:
             wanted = f"integer {last}..{count - 1}"
             raise FieldError(wanted, tensor.micro_batch, f".tensors[{index}].micro_batch")
         last = tensor.micro_batch
-    if len(message.tensors) > 1 and len({(t.micro_batch, t.name, t.occurrence) for t in message.tensors}) < len(
-        message.tensors
-    ):
+    if len(tensors) > 1 and len({(t.micro_batch, t.name, t.occurrence) for t in tensors}) < len(tensors):
         raise FieldError("every tensor once per micro-batch", Got("a tensor given twice"), ".tensors")

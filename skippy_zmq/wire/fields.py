@@ -371,9 +371,8 @@ def struct_of(cls: type[Any], inner: Mapping[str, Field], check: Callable[[Any],
         return made
 
     depth = 1 + max(item.depth for item in inner.values())
-    if not issubclass(cls, msgspec.Struct) or not _let_msgspec_read(
-        cls, {name: item.native for name, item in inner.items()}
-    ):
+    natives = {name: item.native for name, item in inner.items()}
+    if not issubclass(cls, msgspec.Struct) or not _let_msgspec_read(cls, natives):
         return Field(wanted, pack, unpack, depth)
     rests = [(name, item.rest) for name, item in inner.items() if item.rest is not None]
 
