@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+from msgspec import structs
 from wire_values import BATCH
 
 from skippy_zmq.stage.finished_requests import FinishedRequests
@@ -20,6 +19,6 @@ def test_a_very_long_answer_can_be_asked_for_again() -> None:
     found = finished.take(b"c", "r")
     assert found is not None
     request = Request(b"c", found.ask, "s-3", found.deadline, 0.0, found.prompt, known=found.known)
-    batch = dataclasses.replace(BATCH, rows=(wire.SessionRows("s-3", 4, 0, 1, True),), tokens=bytes(4), tensors=())
-    encode(dataclasses.replace(batch, opens=(request.opening(4),)))
+    batch = structs.replace(BATCH, rows=(wire.SessionRows("s-3", 4, 0, 1, True),), tokens=bytes(4), tensors=())
+    encode(structs.replace(batch, opens=(request.opening(4),)))
     assert found.known == (5,) * MAX_PROMPT_TOKENS

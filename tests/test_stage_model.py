@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from model_files import tiny
+from msgspec import structs
 
 from skippy_zmq import _native
 from skippy_zmq.certify.workload import micro_batches
@@ -122,7 +123,7 @@ Change = Callable[[list[Crossing]], list[Crossing]]
 def described(**values: Any) -> Change:
     def change(arriving: list[Crossing]) -> list[Crossing]:
         (item,) = arriving
-        return [Crossing(dataclasses.replace(item.descriptor, **values), item.data)]
+        return [Crossing(structs.replace(item.descriptor, **values), item.data)]
 
     return change
 
@@ -134,7 +135,7 @@ def shortened(arriving: list[Crossing]) -> list[Crossing]:
 
 def with_extra(arriving: list[Crossing]) -> list[Crossing]:
     (item,) = arriving
-    return [item, Crossing(dataclasses.replace(item.descriptor, name="other"), item.data)]
+    return [item, Crossing(structs.replace(item.descriptor, name="other"), item.data)]
 
 
 @pytest.mark.parametrize(
@@ -276,7 +277,7 @@ def test_micro_batches(path: Path, rows: list[LaneRows]) -> None:
     assert [item.descriptor.nbytes for item in leaving] == [spec.row_bytes * n for n in wanted]
     assert all(memoryview(item.data).nbytes == item.descriptor.nbytes for item in leaving)
     swapped = [
-        Crossing(dataclasses.replace(item.descriptor, micro_batch=len(wanted) - 1 - n), item.data)
+        Crossing(structs.replace(item.descriptor, micro_batch=len(wanted) - 1 - n), item.data)
         for n, item in enumerate(leaving)
     ]
     if wanted != wanted[::-1]:
