@@ -58,5 +58,5 @@ def _machine() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "load at start": round(_LOAD_AT_START, 2),
-        **{name: version(name) for name in ("llama-cpp-python", "pyzmq", "msgpack")},
+        **{name: version(name) for name in ("llama-cpp-python", "pyzmq", "msgpack", "msgspec")},
     }

@@ -73,7 +73,7 @@ class Stage:
             self.tokens = TokenSource(model, self.send_to_client)
         self._pages = pages
         self._unread_pages = UnreadPages()
-        self._rehearsal = Rehearsal(model, loopback, self._can_schedule)
+        self._rehearsal = Rehearsal(model, loopback, self._can_schedule) if model.warm_bytes else None
         self._absences = Absences(model.options.recover_seconds)
         self._batches = BatchRunner(
             model, facts, self.tokens, self.meters, pages, self._neighbours.send_down, self._answer
@@ -139,9 +139,10 @@ class Stage:
         """Serve until stopped. Raises HandshakeError or ProtocolError where a neighbour refuses this stage."""
         self._neighbours.announce()
         busy_poll = self.model.options.busy_poll_seconds
-        meanwhile = self._rehearsal if self.model.warm_bytes else None
         while not self._finished():
-            for source in self.loop.wait(self._timeout(), busy_poll if self._batches.sessions else 0.0, meanwhile):
+            for source in self.loop.wait(
+                self._timeout(), busy_poll if self._batches.sessions else 0.0, self._rehearsal
+            ):
                 if isinstance(source, Server):
                     self._drain_server(source)
                 elif isinstance(source, Link):
@@ -224,7 +225,7 @@ class Stage:
                 message, payloads = self._decoded(incoming)
                 request = getattr(message, "request", "")
                 self._handle(incoming.peer, message, payloads)
-                if isinstance(message, _REHEARSED):
+                if self._rehearsal is not None and isinstance(message, _REHEARSED):
                     self._rehearsal.last = incoming.frames
             except SkippyError as error:
                 self.meters.error(error.code)
